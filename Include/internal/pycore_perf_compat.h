@@ -1,0 +1,74 @@
+/* The only file that knows CPython versions (3.11 ... 3.15).
+
+   Everything the perf trampoline reads of the interpreter goes through the names below. What is private to a version
+   (the code object of a frame, the array of code extras) is verified against the public calls before the first
+   activation: see _PyPerfTrampoline_Verify(). */
+
+#ifndef Py_INTERNAL_PERF_COMPAT_H
+#define Py_INTERNAL_PERF_COMPAT_H
+
+#if !defined(Py_BUILD_CORE) && !defined(Py_BUILD_CORE_MODULE)
+#  define Py_BUILD_CORE_MODULE 1
+#endif
+#ifndef _GNU_SOURCE
+#  define _GNU_SOURCE 1
+#endif
+
+#include "Python.h"
+
+#if PY_VERSION_HEX >= 0x030e0000
+#  include "pycore_interpframe.h"
+#else
+#  include "pycore_frame.h"
+#endif
+
+#if PY_VERSION_HEX < 0x030c0000
+#  define PyUnstable_Code_GetExtra _PyCode_GetExtra
+#  define PyUnstable_Code_SetExtra _PyCode_SetExtra
+#  define PyUnstable_Eval_RequestCodeExtraIndex _PyEval_RequestCodeExtraIndex
+#endif
+
+PyAPI_FUNC(PyObject *) _PyEval_EvalFrameDefault(PyThreadState *, struct _PyInterpreterFrame *, int);
+
+/* The code object that `frame` executes, borrowed. */
+static inline PyCodeObject *
+_PyPerf_FrameCode(struct _PyInterpreterFrame *frame)
+{
+#if PY_VERSION_HEX >= 0x030e0000
+    return (PyCodeObject *)PyStackRef_AsPyObjectBorrow(frame->f_executable);
+#elif PY_VERSION_HEX >= 0x030d0000
+    return (PyCodeObject *)frame->f_executable;
+#else
+    return frame->f_code;
+#endif
+}
+
+/* What code objects' co_extra points to, the same in all versions. */
+struct _PyPerf_CodeExtra {
+    Py_ssize_t ce_size;
+    void *ce_extras[1];
+};
+
+static inline void *
+_PyPerf_CodeExtraAt(PyCodeObject *code, Py_ssize_t index)
+{
+    const struct _PyPerf_CodeExtra *extra = code->co_extra;
+    return extra != NULL && index < extra->ce_size ? extra->ce_extras[index] : NULL;
+}
+
+/* Before 3.14 nested evaluators spend a budget of their own; a hook that stays until it is spent would raise a
+   RecursionError that the program does not get without us. 3.11 counts all calls alike, 3.14 looks at the stack. */
+static inline int
+_PyPerf_RecursionBudgetLow(PyThreadState *ts)
+{
+#if PY_VERSION_HEX >= 0x030e0000 || PY_VERSION_HEX < 0x030c0000
+    (void)ts;
+    return 0;
+#elif PY_VERSION_HEX >= 0x030d0000
+    return ts->c_recursion_remaining < Py_C_RECURSION_LIMIT / 2;
+#else
+    return ts->c_recursion_remaining < C_RECURSION_LIMIT / 2;
+#endif
+}
+
+#endif

@@ -1,0 +1,149 @@
+/* Perf trampolines: every internal prototype, documented here and only here.
+
+   A trampoline is a copy of the routine in Python/asm_trampoline_<arch>.S; one copy per Python function, its *slot*.
+   Slots come from *arenas*, a *backend* tells profilers their names. Unless said otherwise functions return 0, or -1
+   after they have reported a failure through _PyPerf_Fail(); none of them sets a Python exception. */
+
+#ifndef Py_INTERNAL_PERF_TRAMPOLINE_H
+#define Py_INTERNAL_PERF_TRAMPOLINE_H
+
+#include "pycore_perf_compat.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#define _PyPerf_ALIGN(n, unit) (((n) + (unit) - 1) / (unit) * (unit))
+
+/* --- jit_unwind.c: what the assembled object says about this architecture --- */
+
+typedef struct {
+    const char *arch;
+    uint16_t e_machine;
+    uint32_t e_flags;
+    const unsigned char *code;          /* one trampoline */
+    size_t code_size;
+    const unsigned char *eh_frame;      /* its CIE and FDE; address and range are zero */
+    size_t eh_frame_size;
+    size_t initial_location_offset;     /* of the FDE's two fields, from the CIE's first byte */
+    size_t address_range_offset;
+} _PyPerf_Template;
+
+/* NULL where this architecture has no trampoline, or where *out_reason says why it must not be used (the linked
+   routine is not the one that the unwind data was made from). */
+extern const _PyPerf_Template *_PyPerf_GetTemplate(const char **out_reason);
+
+/* Write the unwind data of one code region to `eh_frame` (template->eh_frame_size bytes, the CIE and the FDE).
+   `code_offset` is the region's address relative to `eh_frame`'s, `code_size` its bytes. */
+extern void elf_init_ehframe_perf(uint8_t *eh_frame, int32_t code_offset, uint32_t code_size);
+
+/* Write the .eh_frame_hdr that stands directly behind that .eh_frame; its search table has one entry. */
+#define _PyPerf_EH_FRAME_HDR_SIZE 20
+extern void elf_init_ehframe_hdr_perf(uint8_t *eh_frame_hdr, int32_t code_offset);
+
+/* --- perf_trampoline.c: slots, hook, life cycle --- */
+
+typedef struct {
+    uintptr_t base;
+    size_t slot_size;
+    size_t num_slots;
+} _PyPerf_CodeMemory;
+
+/* What a backend does. All calls are made under one lock, by the thread that registers a function. */
+typedef struct {
+    const char *name;
+    /* Records carry time: an address may be let again to another function. */
+    bool relets;
+    int (*open)(void);
+    /* Executable, not writable memory in which every slot holds a trampoline. */
+    int (*reserve)(_PyPerf_CodeMemory *out_memory);
+    /* Tell profilers that `slot` runs `code`. When it returns, another process can read it. */
+    int (*publish)(uintptr_t slot, PyCodeObject *code);
+    /* No living function uses these pages; a thread may still return through them. */
+    void (*retire)(void *pages, size_t size);
+    /* In the child: let go of the parent's files; async-signal-safe. */
+    void (*after_fork)(void);
+    void (*close)(void);
+    /* Path of the file being written, "" when there is none. */
+    const char *(*path)(void);
+} _PyPerf_Backend;
+
+extern const _PyPerf_Backend _PyPerf_map_backend;
+extern const _PyPerf_Backend _PyPerf_jitdump_backend;
+
+/* reserve() and retire() of the backends whose slots live in anonymous memory. */
+extern int _PyPerf_ReserveAnonymous(_PyPerf_CodeMemory *out_memory, size_t slot_size);
+extern void _PyPerf_RetirePages(void *pages, size_t size);
+
+/* Check the private layouts in pycore_perf_compat.h on this very interpreter: 1 when they hold, 0 when they do not,
+   -1 with a Python exception. */
+extern int _PyPerfTrampoline_Verify(void);
+
+/* Switch this interpreter's trampoline on, with `backend`, or off. On takes the place of whichever backend was on. -1
+   when the files could not be made: the program runs on, _PyPerfTrampoline_GetStatus() knows the reason. */
+extern int _PyPerfTrampoline_Activate(const _PyPerf_Backend *backend);
+extern void _PyPerfTrampoline_Deactivate(void);
+
+/* Forget an interpreter that ends. */
+extern void _PyPerfTrampoline_ForgetInterpreter(PyInterpreterState *interp);
+
+/* In the child, with the interpreter usable again: functions are registered anew, in files of the child's own. */
+extern void _PyPerfTrampoline_AfterForkChild(void);
+
+typedef struct {
+    const _PyPerf_Backend *backend;     /* on in this interpreter, or NULL */
+    bool displaced;                     /* another evaluator took our place */
+    bool chained;                       /* another evaluator was there before us, and still runs */
+    size_t num_functions;               /* published by this process, all backends */
+    size_t num_slots;                   /* now in use */
+    char failure[512];                  /* the last one, or "" */
+} _PyPerf_Status;
+
+extern void _PyPerfTrampoline_GetStatus(_PyPerf_Status *out_status);
+
+/* Report a failure, once: a line on stderr, and in the status. printf-style, one sentence. Returns -1. */
+extern int _PyPerf_Fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* Process and thread as the kernel numbers them, without a system call. */
+extern pid_t _PyPerf_ProcessId(void);
+extern pid_t _PyPerf_ThreadId(void);
+
+/* Write `py::QUALNAME:FILENAME` for `code`, no NUL, and return its length: at most _PyPerf_NAME_MAX, else the tail of
+   the qualified name and the head of the file name are missing. Whatever would end or split an entry for one of its
+   readers is escaped: \xHH for a byte (controls, space, ';', '\' and bytes that were not UTF-8), \uHHHH for a
+   control or separator beyond ASCII and for a lone surrogate. */
+#define _PyPerf_NAME_MAX 8192
+extern size_t _PyPerf_FormatName(PyCodeObject *code, char *name);
+
+/* The bytes of `text` as the file system knows them, at most `size`, no NUL. Returns their number. */
+extern size_t _PyPerf_EncodePath(PyObject *text, char *path, size_t size);
+
+/* --- perf_file.c: files that are written through a shared mapping --- */
+
+typedef struct {
+    char path[64];
+    int fd;                             /* -1: not open */
+    bool appended_by_others;            /* room is taken by one O_APPEND write of newlines, and never given back */
+    char *window;                       /* mapped room */
+    size_t window_size;
+    size_t window_used;
+    off_t window_offset;
+} _PyPerf_File;
+
+#define _PyPerf_FILE_CLOSED {.fd = -1}
+
+/* Create `path`, for this user alone. A file that an earlier process left there is replaced; one that this process
+   itself has open (CPython's own map) goes on, if others may append to it. */
+extern int _PyPerfFile_Open(_PyPerf_File *file, const char *path, bool appended_by_others);
+
+/* `size` bytes of room at the end of the file, or NULL; zeros, or newlines in a file appended to by others. What is
+   stored there is at once in the file, whatever becomes of this process. */
+extern char *_PyPerfFile_Reserve(_PyPerf_File *file, size_t size);
+
+/* Give the file its final length. */
+extern void _PyPerfFile_Close(_PyPerf_File *file);
+
+/* In a child: the file stays the parent's. */
+extern void _PyPerfFile_AfterFork(_PyPerf_File *file);
+
+#endif

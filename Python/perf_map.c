@@ -1,0 +1,85 @@
+/* Backend "perf": /tmp/perf-PID.map, a line `START SIZE NAME` for each function (hexadecimal, no 0x).
+
+   perf looks for this very name, whatever TMPDIR says (tools/perf/Documentation/jit-interface.txt in Linux).
+   Other writers may append lines of their own, CPython's PyUnstable_WritePerfMapEntry() does. */
+
+#include "pycore_perf_trampoline.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static _PyPerf_File map_file = _PyPerf_FILE_CLOSED;
+
+static int
+map_open(void)
+{
+    char path[64];
+    if (map_file.fd >= 0) {
+        return 0;
+    }
+    snprintf(path, sizeof(path), "/tmp/perf-%d.map", (int)_PyPerf_ProcessId());
+    return _PyPerfFile_Open(&map_file, path, true);
+}
+
+static int
+map_reserve(_PyPerf_CodeMemory *out_memory)
+{
+    const char *reason;
+    return _PyPerf_ReserveAnonymous(out_memory, _PyPerf_ALIGN(_PyPerf_GetTemplate(&reason)->code_size, 16));
+}
+
+static int
+map_publish(uintptr_t slot, PyCodeObject *code)
+{
+    const char *reason;
+    static char name[_PyPerf_NAME_MAX];
+    char start[2 * sizeof(slot) + 1], size[8];
+    size_t name_size = _PyPerf_FormatName(code, name);
+    size_t start_size = snprintf(start, sizeof(start), "%lx", (unsigned long)slot);
+    snprintf(size, sizeof(size), " %02x ", (unsigned)_PyPerf_GetTemplate(&reason)->code_size);
+
+    /* A reader may come at any moment, and no prefix of a line may pass for a line. What stands between START and
+       NAME is one aligned word, and is stored last: before, START is a line without a size and NAME one without a
+       number, and readers skip both. */
+    char *line = _PyPerfFile_Reserve(&map_file, 3 + start_size + 4 + name_size + 1);
+    if (line == NULL) {
+        return -1;
+    }
+    line += -((uintptr_t)line + start_size) % 4;
+    uint32_t word;
+    memcpy(&word, size, 4);
+    memcpy(line, start, start_size);
+    memcpy(line + start_size + 4, name, name_size);
+    __atomic_store_n((uint32_t *)(line + start_size), word, __ATOMIC_RELEASE);
+    return 0;
+}
+
+static void
+map_after_fork(void)
+{
+    _PyPerfFile_AfterFork(&map_file);
+}
+
+static void
+map_close(void)
+{
+    _PyPerfFile_Close(&map_file);
+}
+
+static const char *
+map_path(void)
+{
+    return map_file.path;
+}
+
+const _PyPerf_Backend _PyPerf_map_backend = {
+    .name = "perf",
+    .relets = false,
+    .open = map_open,
+    .reserve = map_reserve,
+    .publish = map_publish,
+    .retire = _PyPerf_RetirePages,
+    .after_fork = map_after_fork,
+    .close = map_close,
+    .path = map_path,
+};

@@ -1,0 +1,146 @@
+"""The architecture table, archs.txt, as objects.
+
+    archs.load()             {name: Arch}, in the table's order
+    archs.get("riscv64")     one of them
+    archs.host()             the one this machine is, or None
+"""
+
+import dataclasses
+import fnmatch
+import pathlib
+import platform
+import re
+
+TABLE = pathlib.Path(__file__).with_name("archs.txt")
+
+
+class Refusal(Exception):
+    """Something a person has to mend; README.rst has a cure per number."""
+
+    def __init__(self, number, text):
+        super().__init__(f"E{number:02}: {text}")
+        self.number = number
+
+
+@dataclasses.dataclass(frozen=True)
+class Register:
+    dwarf: int
+    offset: int     # in NT_PRSTATUS's registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Arch:
+    """One line of the table; the table's head explains the columns."""
+
+    name: str
+    triplet: str
+    debian: str
+    cpus: tuple
+    condition: str
+    defines: tuple
+    prefix: str
+    chain_cflags: tuple
+    callee_saved: dict      # name -> DWARF number
+    qemu_user: str
+    qemu_system: str
+    ra_column: int
+    entry_cfa: str
+    pc: int
+    sp: Register
+    fp: Register            # or None
+    ra: Register            # or None
+    status: str
+
+    @property
+    def source(self):
+        return f"Python/asm_trampoline_{self.name}.S"
+
+    @property
+    def header(self):
+        return f"Include/internal/pycore_perf_eh_frame_{self.name}_generated.h"
+
+
+def _list(text):
+    return () if text == "-" else tuple(text.split(","))
+
+
+def _register(text):
+    return None if text == "-" else Register(*map(int, text.split("@")))
+
+
+def _callee_saved(text):
+    registers = {}
+    for item in _list(text):
+        names, dwarf = item.split("=")
+        first, _, last = names.partition("-")
+        if not last:
+            registers[first] = int(dwarf)
+            continue
+        letters, low = re.fullmatch(r"(\D+)(\d+)", first).groups()
+        high = last.removeprefix(letters)
+        for i in range(int(low), int(high) + 1):
+            registers[f"{letters}{i}"] = int(dwarf) + i - int(low)
+    return registers
+
+
+def _status(text):
+    if text not in ("tested", "untested"):
+        raise ValueError(text)
+    return text
+
+
+def _entry_cfa(text):
+    if not re.fullmatch(r"r\d+\+\d+", text):
+        raise ValueError(text)
+    return text
+
+
+_PARSERS = {
+    "cpus": _list, "defines": _list, "chain_cflags": _list,
+    "callee_saved": _callee_saved, "ra_column": int, "entry_cfa": _entry_cfa,
+    "pc": int, "sp": _register, "fp": _register, "ra": _register,
+    "status": _status,
+}
+
+
+def load(path=TABLE):
+    columns = [field.name for field in dataclasses.fields(Arch)]
+    archs = {}
+    previous = ""
+    for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        where = f"{path}:{number}"
+        if len(words) != len(columns):
+            raise Refusal(2, f"{where}: {len(words)} columns, not {len(columns)}")
+        values = {}
+        for column, word in zip(columns, words):
+            try:
+                values[column] = _PARSERS.get(column, str)(word)
+            except (ValueError, TypeError, AttributeError):
+                raise Refusal(2, f"{where}: {column} cannot be {word!r}") from None
+        name = values["name"]
+        if name in archs:
+            raise Refusal(3, f"{where}: {name} is already in the table")
+        if name < previous:
+            raise Refusal(2, f"{where}: {name} must come before {previous}")
+        archs[name] = Arch(**values)
+        previous = name
+    return archs
+
+
+def get(name, path=TABLE):
+    archs = load(path)
+    if name not in archs:
+        raise Refusal(1, f"unknown architecture {name!r}; known are "
+                         + ", ".join(archs))
+    return archs[name]
+
+
+def host(machine=None, path=TABLE):
+    machine = machine or platform.machine()
+    for arch in load(path).values():
+        if any(fnmatch.fnmatchcase(machine, pattern) for pattern in arch.cpus):
+            return arch
+    return None

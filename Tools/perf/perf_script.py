@@ -1,0 +1,157 @@
+"""Run perf, and read the call stacks it recorded.
+
+    data = directory / 'perf.data'
+    record([python, '-X', 'perf_jit', 'prog.py'], data)
+    for sample in samples(inject(data)):
+        print(sample.tid, [frame.sym for frame in sample.stack])
+
+Neither the user's perf configuration nor debuginfod nor the build-id cache takes part. perf writes
+a lot of noise to standard error (addr2line, missing kernel maps): only exit statuses and symbols
+count. Standard library only, any Python 3.8+: this file is copied into bare guests.
+"""
+
+import collections
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+
+Frame = collections.namedtuple('Frame', 'ip sym dso')
+# The leaf is stack[0]. The time is that of the clock given to record(), in nanoseconds.
+Sample = collections.namedtuple('Sample', 'pid tid time_ns stack')
+
+# User mode only: perf_event_paranoid 2, most distributions' setting, allows no more.
+EVENT = 'cpu-clock:u'
+# The kernel stops a frame-pointer walk at 127 frames, perf's own DWARF walk stops where we say.
+MAX_STACK = 1024
+
+_HEADER = re.compile(r'\s*(-?\d+)/(-?\d+)\s+(\d+)\.(\d{9}): ')
+# A symbol may hold spaces, colons and parentheses; a path may hold balanced ones: "(x (deleted))".
+_FRAME = re.compile(r'\s+([0-9a-f]+) (.*) \(((?:[^()]|\([^()]*\))*)\)$')
+
+
+class PerfError(Exception):
+    """perf cannot do it; the message is one sentence that says why and what to do."""
+
+
+def _run(perf, *arguments, **options):
+    environment = {**os.environ, 'PERF_CONFIG': '/dev/null', 'PERF_PAGER': 'cat', **options.pop('env', {})}
+    try:
+        return subprocess.Popen([*perf, *map(str, arguments)], env=environment, **options)
+    except OSError as error:
+        raise PerfError(f'{perf[0]} cannot be run ({error.strerror}): install perf '
+                        "(Debian: apt install linux-perf)") from None
+
+
+def _read(perf, *arguments):
+    """The lines that a reading subcommand prints."""
+    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryFile() as noise:
+        # Recent `perf inject` looks up source lines through addr2line, and dies where that fails.
+        config = os.path.join(home, 'config')
+        with open(config, 'w') as file:
+            file.write('[addr2line]\nstyle = libdw\n')
+        process = _run(perf, *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=noise,
+                       env={'HOME': home, 'PERF_CONFIG': config, 'DEBUGINFOD_URLS': ''},
+                       encoding='utf-8', errors='surrogateescape')
+        with process:
+            yield from process.stdout
+        if process.returncode:
+            noise.seek(0)
+            raise PerfError(f'perf {arguments[0]} failed: {_last_line(noise.read())}')
+
+
+def _last_line(noise):
+    lines = noise.decode(errors='replace').split('\n')
+    return next((line.strip() for line in reversed(lines) if line.strip()), 'it said nothing')
+
+
+def check(perf=('perf',)):
+    """Raise PerfError unless perf can record a program of this user."""
+    if not shutil.which(perf[0]):
+        raise PerfError(f'{perf[0]} was not found: install perf (Debian: apt install linux-perf)')
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            record(['true'], os.path.join(directory, 'perf.data'), perf=perf, call_graph='fp')
+        except PerfError as error:
+            try:
+                with open('/proc/sys/kernel/perf_event_paranoid') as setting:
+                    paranoid = int(setting.read())
+            except OSError:
+                raise PerfError('this kernel has no perf events (CONFIG_PERF_EVENTS, '
+                                'or a container that hides /proc/sys)') from None
+            if paranoid > 2:
+                raise PerfError(f'kernel.perf_event_paranoid is {paranoid}, so users may not profile: '
+                                'run "sysctl kernel.perf_event_paranoid=2" as root') from None
+            raise error
+
+
+def record(command, out, *, perf=('perf',), call_graph='dwarf,32768', freq=1000, clock='mono',
+           event=EVENT, env=None):
+    """Profile a command into the file `out`; return what it wrote to standard output.
+
+    A clock of None leaves perf's own; `clock='mono'` is what a jitdump needs. `call_graph` is
+    'fp' or 'dwarf,BYTES'. `env` is added to the environment.
+    """
+    with tempfile.TemporaryFile() as noise:
+        # -N: no copies of the program's files in ~/.debug. A buffer that holds some hundred copied
+        # stacks loses none; more than half a MiB is root's privilege.
+        process = _run(perf, 'record', '-N', '-o', out, '-e', event, '-F', freq, '--call-graph', call_graph,
+                       *(['-k', clock] if clock else []), *(['-m', '16M'] if os.geteuid() == 0 else []),
+                       '--', *command, stdout=subprocess.PIPE, stderr=noise, env=env or {})
+        with process:
+            output = process.stdout.read().decode(errors='replace')
+        if process.returncode:
+            noise.seek(0)
+            raise PerfError(f'perf record {command[0]}: status {process.returncode}: {_last_line(noise.read())}')
+    return output
+
+
+def inject(data, perf=('perf',)):
+    """Bring the names and unwind data of /tmp/jit-PID.dump into a recording: a new file's name."""
+    injected = f'{data}.jit'
+    for _ in _read(perf, 'inject', '--jit', '-i', data, '-o', injected):
+        pass
+    return injected
+
+
+def lost(data, perf=('perf',)):
+    """How many samples (with old kernels: gaps) are missing because perf could not keep up."""
+    return max((int(number) for line in _read(perf, 'report', '--stats', '-i', data)
+                for number in re.findall(r'LOST(?:_SAMPLES)? events:\s+(\d+)', line)), default=0)
+
+
+def samples(data, perf=('perf',)):
+    """All samples of a recording, oldest first."""
+    frames = {}         # one object for each distinct line: some hundred of them make a profile
+    sample = None
+    # --no-inline: otherwise perf starts addr2line for each address, and dies where there is none.
+    for line in _read(perf, 'script', '-i', data, '--ns', '--no-inline', '--max-stack', MAX_STACK,
+                      '-F', 'pid,tid,time,event,ip,sym,dso'):
+        if line[0] == '\t' and sample:
+            if line not in frames:
+                ip, sym, dso = _FRAME.match(line.rstrip('\n')).groups()
+                frames[line] = Frame(int(ip, 16), sym, dso)
+            sample.stack.append(frames[line])
+        elif header := _HEADER.match(line):
+            if sample:
+                yield sample
+            pid, tid, seconds, nanoseconds = header.groups()
+            sample = Sample(int(pid), int(tid), int(seconds + nanoseconds), [])
+    if sample:
+        yield sample
+
+
+def python_name(sym):
+    """The qualified name and the file of a symbol `py::QUALNAME:FILE`, or None."""
+    if sym.startswith('py::'):
+        qualname, _, filename = sym[4:].partition(':')
+        return qualname, filename
+    return None
+
+
+def remove_jit_files(pid):
+    """Remove the jitdump of one finished process and the images that inject() made of it."""
+    for name in os.listdir('/tmp'):
+        if name == f'jit-{pid}.dump' or re.fullmatch(rf'jitted-{pid}-\d+\.so', name):
+            os.unlink(os.path.join('/tmp', name))

@@ -1,0 +1,281 @@
+#!/usr/bin/env python3
+"""Debian roots: packages of any suite and architecture, unpacked where any user may run and link against them.
+
+    roots.py list                               the roots that exist, with their sizes
+    roots.py root SUITE DEBIAN-ARCH PACKAGE...  make a root and print its path
+    roots.py python VERSION ARCH [-- ARG...]    run that interpreter, natively or under qemu-user
+    roots.py perf SUITE [-- ARG...]             run that suite's perf on this machine
+    roots.py clean                              remove everything
+
+All files are below `cache()`; the machine's own apt is asked only for its mirror and proxy.  Each suite and
+architecture has a private apt directory, so apt(8) resolves, downloads and verifies as an ordinary user.  Maintainer
+scripts never run.  A root is made once and does not follow its suite; `clean` is how to get newer packages.
+"""
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import archs
+
+FORMAT = 1                                      # part of every root's key: raise it when _unpack() changes
+INDEX_LIFETIME = 7 * 24 * 3600                  # seconds
+PYTHONS = {'sid': ('3.13', '3.14', '3.15'), 'bookworm': ('3.11',)}      # one root holds all of a suite
+TRIM = [f'./usr/share/{d}' for d in ('doc', 'info', 'lintian', 'locale', 'man')]
+
+# The index of a mirror, and the clock of a test machine, may well be some weeks old.
+APT_CONF = '''\
+Dir "{home}/";
+Dir::State::status "{home}/status";
+Dir::Cache::Archives "{home}/work/debs";
+Dir::Cache::pkgcache "";
+Dir::Cache::srcpkgcache "";
+APT::Architecture "{arch}";
+APT::Architectures {{ "{arch}"; }};
+APT::Install-Recommends "false";
+APT::Sandbox::User "root";
+APT::Update::Error-Mode "any";
+Acquire::Check-Date "false";
+Acquire::Check-Valid-Until "false";
+Acquire::GzipIndexes "true";
+Acquire::Languages "none";
+Debug::NoLocking "true";
+{proxies}
+'''
+SOURCE = 'deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {mirror} {suite} main\n'
+
+
+class Unavailable(Exception):
+    """A root cannot be had; the message is one sentence."""
+
+
+class NoMirror(Unavailable):
+    """... because this machine has no Debian mirror, or does not reach it."""
+
+
+def cache():
+    """The directory of everything this module writes; it need not exist yet."""
+    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'perf-trampoline'
+
+
+def root(suite, debian_arch, packages, name=None, keep_static=False, only=()):
+    """Return the Path of a root of `packages` and what they depend on, making it if need be.
+
+    `name` labels the directory.  Static libraries are left out unless `keep_static`.  If `only` lists tar patterns
+    (`*/qemu-s390x`) nothing else is unpacked.  Raises Unavailable, or CalledProcessError (no space, say); neither
+    these nor a killed run leave half a root.
+    """
+    packages = sorted(set(packages))
+    key = hashlib.sha256(repr((FORMAT, packages, keep_static, [*only])).encode()).hexdigest()[:8]
+    target = cache() / 'roots' / f'{suite}-{debian_arch}-{name or packages[0]}-{key}'
+    if target.exists():
+        return target
+    home = cache() / 'apt' / f'{suite}-{debian_arch}'
+    work = home / 'work'
+    with _locked(home):
+        if target.exists():                     # made by the process we waited for
+            return target
+        shutil.rmtree(work, ignore_errors=True)                         # a killed run's
+        try:
+            _download(home, suite, debian_arch, packages)
+            _unpack(work / 'debs', work / 'root', keep_static, only)
+            target.parent.mkdir(exist_ok=True)
+            (work / 'root').rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+@contextlib.contextmanager
+def _locked(home):
+    home.mkdir(parents=True, exist_ok=True)
+    with open(home / 'lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _download(home, suite, arch, packages):
+    """Fill `home`/work/debs with verified packages, refreshing an old index; needs the lock of `home`."""
+    for directory in 'etc/apt', 'var/lib/apt/lists/partial', 'work/debs/partial':
+        (home / directory).mkdir(parents=True, exist_ok=True)
+    mirror, proxies = _mirror()
+    (home / 'apt.conf').write_text(APT_CONF.format(home=home, arch=arch, proxies=proxies))
+    (home / 'etc/apt/sources.list').write_text(SOURCE.format(mirror=mirror, suite=suite))
+    (home / 'status').touch()
+    refreshed = home / 'refreshed'
+
+    def apt_get(*arguments):
+        error = _apt_get(home, *arguments)
+        unreachable = error and error.startswith('Failed to fetch')
+        return unreachable, f'{suite}/{arch} root with {" ".join(packages)} is unavailable: {error}' if error else None
+
+    def refresh():
+        unreachable, error = apt_get('update')
+        if error:
+            raise (NoMirror if unreachable else Unavailable)(error)
+        refreshed.touch()
+
+    if not refreshed.exists() or time.time() - refreshed.stat().st_mtime > INDEX_LIFETIME:
+        refresh()
+    gone, error = apt_get('install', '--download-only', *packages)
+    if gone:                                    # the mirror has replaced a version that our index still names
+        refresh()
+        gone, error = apt_get('install', '--download-only', *packages)
+    if error:
+        raise Unavailable(error)
+
+
+def _apt_get(home, *arguments):
+    """Run apt-get in `home`; return None or its first error, which names the cause (the later ones give advice)."""
+    run = subprocess.run(['apt-get', '-qy', *arguments], text=True, capture_output=True, stdin=subprocess.DEVNULL,
+                         env=os.environ | {'APT_CONFIG': str(home / 'apt.conf'), 'LC_ALL': 'C'})
+    if run.returncode:
+        return next(re.finditer(r'(?m)^E: (.*?)\s*$', run.stderr), ['', f'apt-get exited with {run.returncode}'])[1]
+
+
+def _mirror():
+    """The Debian mirror of this machine's apt sources, whatever their syntax, and its proxy settings for apt.conf."""
+    if not shutil.which('apt-get'):
+        raise NoMirror('this machine has no apt-get')
+    def output(*command):
+        return subprocess.run(command, text=True, capture_output=True, check=True).stdout
+    uris = output('apt-get', 'indextargets', '--format', '$(REPO_URI)', 'Created-By: Packages', 'Component: main')
+    mirror = re.search(r'(?m)^\S+/debian(\.list|/\d{8}T\d{6}Z)?/?$', uris)     # a plain one, a mirror list, a snapshot
+    if not mirror:
+        raise NoMirror("this machine's apt sources name no Debian mirror")
+    return mirror[0], '\n'.join(re.findall(r'(?mi)^Acquire::\S+::Proxy\S* ".+";$', output('apt-config', 'dump')))
+
+
+def _unpack(debs, into, keep_static, only):
+    """Unpack `debs`/*.deb into the new root `into`, with /usr merged wherever the packages put their files."""
+    for directory in 'bin', 'sbin', 'lib', 'lib64':
+        (into / 'usr' / directory).mkdir(parents=True)
+        (into / directory).symlink_to(f'usr/{directory}')
+    left_out = TRIM if keep_static else [*TRIM, '*.a']
+    tar = ['tar', '-x', '-C', into, '--no-same-owner', '--keep-directory-symlink',
+           *(f'--exclude={pattern}' for pattern in left_out), '--wildcards', *only]
+    for deb in sorted(debs.glob('*.deb')):
+        with subprocess.Popen(['dpkg-deb', '--fsys-tarfile', deb], stdout=subprocess.PIPE) as archive:
+            subprocess.run(tar, stdin=archive.stdout, check=True)
+    for path in into.rglob('*'):
+        if path.is_symlink() and os.path.isabs(destination := os.readlink(path)):   # would lead to the host's files
+            path.unlink()
+            path.symlink_to(os.path.relpath(f'{into}{destination}', path.parent))
+
+
+def _arch(name):
+    """The table's line for `name`, or for this machine if it is None."""
+    arch = archs.get(name) if name else archs.host()
+    if not arch:
+        raise Unavailable(f'{archs.TABLE.name} has no line for this machine')
+    return arch
+
+
+def _runner(at, arch):
+    """The command that runs programs of root `at`; argv[0] and the program's path are to follow.
+
+    A native program gets its own loader and libraries, because the host's C library may be older than it needs.
+    """
+    if arch == archs.host():
+        libraries = next(at.glob('usr/lib/*/libc.so.6')).parent
+        return [str(next(libraries.glob('ld*.so.*'))), '--library-path', str(libraries), '--argv0']
+    return [qemu(arch.name), '-L', str(at), '-0']
+
+
+def qemu(name):
+    """The path of a static qemu-user for the architecture `name`."""
+    programs = [f'./usr/bin/{arch.qemu_user}' for arch in archs.load().values()]
+    return str(root('sid', _arch(None).debian, ['qemu-user'], only=programs) / 'usr/bin' / _arch(name).qemu_user)
+
+
+@dataclass(frozen=True)
+class Python:
+    """An interpreter in a root, native or foreign."""
+    root: Path
+    version: tuple          # (3, 15, 2)
+    command: list           # runs it; arguments are to follow
+    include_flags: list     # for a compiler: public and internal headers; its own C library comes first
+    ext_suffix: str         # '.cpython-315-riscv64-linux-gnu.so'
+
+    @property
+    def env(self):
+        """The environment without what would lead it to another interpreter's files."""
+        return {name: value for name, value in os.environ.items() if not name.startswith(('PYTHON', 'LD_'))}
+
+
+def python(version, suite=None, arch=None):
+    """Return the Python `version` ('3.15') of `suite` (by default the one known to have it) for `arch` (this machine's).
+
+    Its sys.executable is a script that starts it again, so subprocess, multiprocessing and venv work.
+    """
+    suite = suite or next((suite for suite, versions in PYTHONS.items() if version in versions), None)
+    if not suite:
+        raise Unavailable(f'no suite is known to have Python {version}')
+    packages = [package for each in PYTHONS.get(suite, [version]) for package in (f'python{each}', f'libpython{each}-dev')]
+    arch = _arch(arch)
+    at = root(suite, arch.debian, packages, name='python')
+    program, launcher = at / f'usr/bin/python{version}', at / f'usr/bin/run-python{version}'
+    headers = at / f'usr/include/python{version}'
+    runner = _runner(at, arch)
+    if not launcher.exists():
+        draft = launcher.with_suffix(f'.{os.getpid()}')
+        draft.write_text(f'#!/bin/sh\nexec {shlex.join(runner)} "$0" {shlex.quote(str(program))} "$@"\n')
+        draft.chmod(0o755)
+        draft.replace(launcher)
+    sysconfig = next(at.glob(f'usr/lib/python{version}/_sysconfigdata_*.py'))
+    return Python(
+        root=at,
+        version=tuple(map(int, re.search(r'PY_VERSION\s+"(\d+)\.(\d+)\.(\d+)', (headers / 'patchlevel.h').read_text()).groups())),
+        command=[*runner, str(launcher), str(program)],
+        include_flags=[f'-I{headers}', f'-I{headers}/internal', '-idirafter', f'{at}/usr/include'],
+        ext_suffix=re.search(r"'EXT_SUFFIX': '(.+?)'", sysconfig.read_text())[1])
+
+
+def perf(suite='sid'):
+    """Return the command that runs the perf of `suite` on this machine; it sees the machine's own files."""
+    at = root(suite, _arch(None).debian, ['linux-perf'], name='perf')
+    program = str(at / 'usr/bin/perf')
+    return [*_runner(at, _arch(None)), program, program]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest='command', required=True)
+    commands.add_parser('list')
+    commands.add_parser('clean')
+    for name, arguments, rest in ('root', ('suite', 'arch'), 'packages'), ('python', ('version', 'arch'), 'args'), ('perf', ('suite',), 'args'):
+        command = commands.add_parser(name)
+        for argument in arguments:
+            command.add_argument(argument)
+        command.add_argument(rest, nargs='+' if rest == 'packages' else '*')
+    options = parser.parse_args()
+    match options.command:
+        case 'list':
+            for at in sorted((cache() / 'roots').glob('*')):
+                print(subprocess.run(['du', '-shx', at], text=True, stdout=subprocess.PIPE).stdout, end='')
+        case 'root':
+            print(root(options.suite, options.arch, options.packages))
+        case 'python':
+            it = python(options.version, arch=options.arch)
+            os.execve(it.command[0], [*it.command, *options.args], it.env)
+        case 'perf':
+            command = perf(options.suite)
+            os.execv(command[0], [*command, *options.args])
+        case 'clean':
+            shutil.rmtree(cache(), ignore_errors=True)
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except Unavailable as error:
+        sys.exit(f'roots.py: {error}')
