@@ -590,7 +590,12 @@ step_aside(struct interp *interp, PyThreadState *ts, struct _PyInterpreterFrame 
     return result;
 }
 
-#define STACK_SHARE (4 * 1024 * 1024)
+/* How much of a stack our evaluator may use up. From 3.14 on the interpreter itself keeps clear of the last 32 KiB. */
+static size_t
+stack_share(size_t size)
+{
+    return size < 1024 * 1024 ? size / 4 : Py_MIN(size / 2, 4 * 1024 * 1024);
+}
 
 static void
 find_stack(void)
@@ -603,7 +608,7 @@ find_stack(void)
         pthread_attr_destroy(&attr);
     }
     this_thread.stack_base = (uintptr_t)base;
-    this_thread.stack_limit = (uintptr_t)base + size - Py_MIN(size / 2, STACK_SHARE);
+    this_thread.stack_limit = (uintptr_t)base + size - stack_share(size);
 }
 
 static inline bool

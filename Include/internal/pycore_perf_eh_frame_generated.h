@@ -4,7 +4,7 @@
 #define Py_INTERNAL_PERF_EH_FRAME_GENERATED_H
 
 /* Elsewhere PERF_TRAMPOLINE_ARCH stays undefined: there is no trampoline.
-   The assembly is for ELF. */
+   The template is for ELF. */
 #ifdef __ELF__
 #if defined(__aarch64__) && defined(__AARCH64EL__) && !defined(__ILP32__)
 #  include "pycore_perf_eh_frame_aarch64_generated.h"

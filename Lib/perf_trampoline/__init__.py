@@ -19,8 +19,6 @@ __all__ = ["BACKENDS", "activate", "deactivate", "is_active", "status"]
 BACKENDS = ("perf", "perf_jit")
 """perf: /tmp/perf-PID.map; perf_jit: /tmp/jit-PID.dump, for perf inject --jit."""
 
-_SYS_NAMES = ("activate_stack_trampoline", "deactivate_stack_trampoline", "is_stack_trampoline_active")
-
 
 def activate(backend="perf"):
     """Call functions through named trampolines from their next call on, until deactivate().
@@ -71,28 +69,36 @@ def status():
     return _core.status() | {"unavailable": _core.unavailable()}
 
 
+def is_set(variable):
+    """Is this environment variable a number that is not 0?  So CPython reads them; never under -E or -I."""
+    try:
+        return not sys.flags.ignore_environment and int(os.environ.get(variable, "0")) != 0
+    except ValueError:
+        return False
+
+
+def native_is_wanted():
+    """Is the interpreter's own trampoline to be left in place?"""
+    return "perf_native" in sys._xoptions or is_set("PYTHON_PERF_NATIVE")
+
+
 def _native(name):
     """The interpreter's own function of that name in sys, or None."""
-    function = getattr(sys, "_native_stack_trampoline", {}).get(name)
-    return None if function is None or function.__module__ == __name__ else function
+    return sys._native_stack_trampoline.get(name)
 
 
 def _take_over():
-    """Switch the interpreter's own trampoline off, and make an end of its dump: ours has the same name."""
-    native_is_active = _native("is_stack_trampoline_active")
-    if native_is_active is None or not native_is_active():
-        return
-    dump, perf_map = f"/tmp/jit-{os.getpid()}.dump", f"/tmp/perf-{os.getpid()}.map"
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        dump_is_open = any(line.rstrip().endswith(dump) for line in maps)
-    if dump_is_open:
-        # It closes its dump only for another backend, whose file it then creates.
-        had_map = os.path.exists(perf_map)
-        _native("activate_stack_trampoline")("perf")
-        if not had_map and os.path.exists(perf_map) and os.path.getsize(perf_map) == 0:
-            os.unlink(perf_map)
-        os.unlink(dump)
-    _native("deactivate_stack_trampoline")()
+    """Switch the interpreter's own trampoline off.
+
+    It keeps its dump open and writes what it has buffered at exit.  Ours has the same name: its file must lose it.
+    """
+    is_native_active = _native("is_stack_trampoline_active")
+    if is_native_active is not None and is_native_active():
+        _native("deactivate_stack_trampoline")()
+        dump = f"/tmp/jit-{os.getpid()}.dump"
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            if any(line.rstrip().endswith(dump) for line in maps):
+                os.unlink(dump)
 
 
 def _reinitialize_after_fork():
@@ -101,18 +107,27 @@ def _reinitialize_after_fork():
     _reinitialize_after_fork = lambda: None
 
 
-def _install():
-    """Put our functions in sys, and keep the interpreter's own.  The start-up line may have kept them before."""
-    if not hasattr(sys, "_native_stack_trampoline"):
-        sys._native_stack_trampoline = {name: getattr(sys, name, None) for name in _SYS_NAMES}
-    native = "perf_native" in sys._xoptions or (not sys.flags.ignore_environment
-                                                and os.environ.get("PYTHON_PERF_NATIVE", "0") not in ("", "0"))
-    ours = (activate, deactivate, is_active)
-    for name, function in zip(_SYS_NAMES, sys._native_stack_trampoline.values() if native else ours):
-        if function is not None:
-            setattr(sys, name, function)
-        elif hasattr(sys, name):
-            delattr(sys, name)
+def sys_function(name):
+    """What sys has under *name*: ours, or with PYTHON_PERF_NATIVE the interpreter's own."""
+    function = _in_sys[name]
+    if function is None:
+        raise AttributeError(f"this interpreter has no sys.{name}() of its own")
+    return function
 
 
-_install()
+_OURS = {
+    "activate_stack_trampoline": activate,
+    "deactivate_stack_trampoline": deactivate,
+    "is_stack_trampoline_active": is_active,
+}
+
+# The start-up line may have kept them before; a second import must not take ours for them.
+if not hasattr(sys, "_native_stack_trampoline"):
+    sys._native_stack_trampoline = {name: getattr(sys, name, None) for name in _OURS}
+
+_in_sys = sys._native_stack_trampoline if native_is_wanted() else _OURS
+for _name, _function in _in_sys.items():
+    if _function is not None:
+        setattr(sys, _name, _function)
+    elif hasattr(sys, _name):
+        delattr(sys, _name)

@@ -27,24 +27,21 @@ import math
 import os
 import re
 
+from perf_script import in_libc, python_name, walk
+
 LEAST = 6000        # five shares with a limit of 2 points fail by chance 0.08 % of the time
 WHOLE = 0.99
-EXCUSED = 0.10
+EXCUSED = 0.03
 POINTS = 2.0
 
 EXTENSION = '_perf_trampoline'
-STARTS = re.compile(r'_start|__libc_start_main.*|(__)?clone3?|__thread_start')
 # Stops that are our fault.
 TRAMPOLINE, HOOK, BESIDE, NAMELESS = OURS = (
     'trampoline', 'hook', 'beside trampoline or hook', 'trampoline without name')
 
 
-def _name(frame):
-    return frame.sym[4:].partition(':')[0] if frame.sym.startswith('py::') else None
-
-
 def _is_ours(frame):
-    return _name(frame) or EXTENSION in frame.dso
+    return python_name(frame) or EXTENSION in frame.dso
 
 
 def _is_nameless(frame):
@@ -53,30 +50,8 @@ def _is_nameless(frame):
         frame.dso.startswith(('[anon', '//anon', '/memfd:', '/tmp/jitted-')) or frame.dso.endswith('.map'))
 
 
-def _is_nowhere(frame):
-    """Not code at all: the walk had gone astray."""
-    return frame.sym == '[unknown]' and frame.dso in ('[unknown]', '[heap]', '[stack]')
-
-
-def _in_libc(frame):
-    return re.match(r'\[vdso\]|(libc|libm|libpthread|ld)\b', os.path.basename(frame.dso))
-
-
 def _in_interpreter(frame):
     return re.match(r'(lib)?python', os.path.basename(frame.dso))
-
-
-def _walked(stack, mode):
-    """The frames before the walk went astray, and whether it had got to the start by then."""
-    while stack and _is_nowhere(stack[-1]):
-        stack = stack[:-1]
-    if not stack:
-        return stack, False
-    last = stack[-1]
-    if STARTS.fullmatch(last.sym.partition('@')[0]):
-        return stack, True
-    # A stripped libc names none of its start functions.
-    return stack, len(stack) > 1 and bool(_in_libc(last)) and (mode == 'fp' or last.sym == '[unknown]')
 
 
 def _stop(stack, walked):
@@ -87,8 +62,8 @@ def _stop(stack, walked):
     if any(map(_is_nameless, walked)):
         return NAMELESS
     if _is_ours(last):
-        return BESIDE if len(walked) < len(stack) else TRAMPOLINE if _name(last) else HOOK
-    return ('libc' if _in_libc(last) else 'interpreter' if _in_interpreter(last)
+        return BESIDE if len(walked) < len(stack) else TRAMPOLINE if python_name(last) else HOOK
+    return ('libc' if in_libc(last) else 'interpreter' if _in_interpreter(last)
             else 'kernel' if last.dso.startswith('[k') else os.path.basename(last.dso))
 
 
@@ -119,12 +94,12 @@ class Verdict:
             if sample.tid != self.tid or not thread['start'] <= sample.time_ns <= thread['end']:
                 continue
             self.samples += 1
-            walked, reached_start = _walked(sample.stack, mode)
-            names = tuple(name for frame in reversed(walked) if (name := _name(frame)))
+            walked, whole = walk(sample.stack, mode)
+            names = tuple(name[0] for frame in reversed(walked) if (name := python_name(frame)))
             if names:
                 found[leaves.get(names) or (names[-1] if names[-1] in expected else 'driver')] += 1
-            if not reached_start:
-                if mode == 'fp' and not names and walked and _in_libc(walked[0]):
+            if not whole:
+                if mode == 'fp' and not names and walked and in_libc(walked[0]):
                     self.excused['libc keeps no frame pointers'] += 1
                 elif mode == 'dwarf' and frame_pointers and 1 <= len(walked) <= 2 and _in_interpreter(walked[0]):
                     self.excused['at a return instruction'] += 1

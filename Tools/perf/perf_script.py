@@ -29,16 +29,17 @@ MAX_STACK = 1024
 _HEADER = re.compile(r'\s*(-?\d+)/(-?\d+)\s+(\d+)\.(\d{9}): ')
 # A symbol may hold spaces, colons and parentheses; a path may hold balanced ones: "(x (deleted))".
 _FRAME = re.compile(r'\s+([0-9a-f]+) (.*) \(((?:[^()]|\([^()]*\))*)\)$')
+_START = re.compile(r'_start|__libc_start_main.*|(__)?clone3?(@.*)?|__thread_start')
 
 
 class PerfError(Exception):
     """perf cannot do it; the message is one sentence that says why and what to do."""
 
 
-def _run(perf, *arguments, **options):
-    environment = {**os.environ, 'PERF_CONFIG': '/dev/null', 'PERF_PAGER': 'cat', **options.pop('env', {})}
+def _run(perf, *arguments, env, config='/dev/null', **options):
+    env = {**env, 'PERF_CONFIG': config, 'PERF_PAGER': 'cat'}
     try:
-        return subprocess.Popen([*perf, *map(str, arguments)], env=environment, **options)
+        return subprocess.Popen([*perf, *map(str, arguments)], env=env, **options)
     except OSError as error:
         raise PerfError(f'{perf[0]} cannot be run ({error.strerror}): install perf '
                         "(Debian: apt install linux-perf)") from None
@@ -52,7 +53,7 @@ def _read(perf, *arguments):
         with open(config, 'w') as file:
             file.write('[addr2line]\nstyle = libdw\n')
         process = _run(perf, *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=noise,
-                       env={'HOME': home, 'PERF_CONFIG': config, 'DEBUGINFOD_URLS': ''},
+                       env={**os.environ, 'HOME': home, 'DEBUGINFOD_URLS': ''}, config=config,
                        encoding='utf-8', errors='surrogateescape')
         with process:
             yield from process.stdout
@@ -91,14 +92,14 @@ def record(command, out, *, perf=('perf',), call_graph='dwarf,32768', freq=1000,
     """Profile a command into the file `out`; return what it wrote to standard output.
 
     A clock of None leaves perf's own; `clock='mono'` is what a jitdump needs. `call_graph` is
-    'fp' or 'dwarf,BYTES'. `env` is added to the environment.
+    'fp' or 'dwarf,BYTES'.
     """
     with tempfile.TemporaryFile() as noise:
         # -N: no copies of the program's files in ~/.debug. A buffer that holds some hundred copied
         # stacks loses none; more than half a MiB is root's privilege.
         process = _run(perf, 'record', '-N', '-o', out, '-e', event, '-F', freq, '--call-graph', call_graph,
                        *(['-k', clock] if clock else []), *(['-m', '16M'] if os.geteuid() == 0 else []),
-                       '--', *command, stdout=subprocess.PIPE, stderr=noise, env=env or {})
+                       '--', *command, stdout=subprocess.PIPE, stderr=noise, env=os.environ if env is None else env)
         with process:
             output = process.stdout.read().decode(errors='replace')
         if process.returncode:
@@ -142,16 +143,37 @@ def samples(data, perf=('perf',)):
         yield sample
 
 
-def python_name(sym):
-    """The qualified name and the file of a symbol `py::QUALNAME:FILE`, or None."""
-    if sym.startswith('py::'):
-        qualname, _, filename = sym[4:].partition(':')
+def python_name(frame):
+    """The qualified name and the file of a frame called `py::QUALNAME:FILE`, or None."""
+    if frame.sym.startswith('py::'):
+        qualname, _, filename = frame.sym[4:].partition(':')
         return qualname, filename
     return None
 
 
-def remove_jit_files(pid):
-    """Remove the jitdump of one finished process and the images that inject() made of it."""
+def in_libc(frame):
+    return re.match(r'\[vdso\]|(libc|libm|libpthread|ld)\b', os.path.basename(frame.dso))
+
+
+def walk(stack, mode='dwarf'):
+    """The frames before a walk went astray, and whether it had come to the start of its thread by then.
+
+    A frame-pointer walk (mode 'fp') ends in libc's start code, or strays from there: it has no frame pointers.
+    """
+    end = len(stack)
+    while end and stack[end - 1].sym == '[unknown]' and stack[end - 1].dso in ('[unknown]', '[heap]', '[stack]'):
+        end -= 1
+    frames = stack[:end]
+    if not frames:
+        return frames, False
+    if _START.fullmatch(frames[-1].sym):
+        return frames, True
+    # A stripped libc names none of its start functions.
+    return frames, end > 1 and bool(in_libc(frames[-1])) and (mode == 'fp' or frames[-1].sym == '[unknown]')
+
+
+def remove_files(pid):
+    """Remove what a finished process and the inject() of its profile left in /tmp."""
     for name in os.listdir('/tmp'):
-        if name == f'jit-{pid}.dump' or re.fullmatch(rf'jitted-{pid}-\d+\.so', name):
+        if re.fullmatch(rf'perf-{pid}\.map|jit-{pid}\.dump|jitted-{pid}-\d+\.so', name):
             os.unlink(os.path.join('/tmp', name))

@@ -113,25 +113,23 @@ def _download(home, suite, arch, packages):
     (home / 'status').touch()
     refreshed = home / 'refreshed'
 
-    def apt_get(*arguments):
-        error = _apt_get(home, *arguments)
-        unreachable = error and error.startswith('Failed to fetch')
-        return unreachable, f'{suite}/{arch} root with {" ".join(packages)} is unavailable: {error}' if error else None
+    def apt_get(not_fetched, *arguments):
+        if error := _apt_get(home, *arguments):
+            failure = not_fetched if error.startswith('Failed to fetch') else Unavailable
+            raise failure(f'{suite}/{arch} root with {" ".join(packages)} is unavailable: {error}')
 
     def refresh():
-        unreachable, error = apt_get('update')
-        if error:
-            raise (NoMirror if unreachable else Unavailable)(error)
+        apt_get(NoMirror, 'update')
         refreshed.touch()
 
     if not refreshed.exists() or time.time() - refreshed.stat().st_mtime > INDEX_LIFETIME:
         refresh()
-    gone, error = apt_get('install', '--download-only', *packages)
-    if gone:                                    # the mirror has replaced a version that our index still names
+    install = 'install', '--download-only', *packages
+    try:
+        apt_get(LookupError, *install)
+    except LookupError:                         # the mirror has replaced a version that our index still names
         refresh()
-        gone, error = apt_get('install', '--download-only', *packages)
-    if error:
-        raise Unavailable(error)
+        apt_get(Unavailable, *install)
 
 
 def _apt_get(home, *arguments):
@@ -139,7 +137,8 @@ def _apt_get(home, *arguments):
     run = subprocess.run(['apt-get', '-qy', *arguments], text=True, capture_output=True, stdin=subprocess.DEVNULL,
                          env=os.environ | {'APT_CONFIG': str(home / 'apt.conf'), 'LC_ALL': 'C'})
     if run.returncode:
-        return next(re.finditer(r'(?m)^E: (.*?)\s*$', run.stderr), ['', f'apt-get exited with {run.returncode}'])[1]
+        cause = re.search(r'(?m)^E: (.*\S)', run.stderr)
+        return cause[1] if cause else f'apt-get exited with {run.returncode}'
 
 
 def _mirror():
@@ -148,11 +147,11 @@ def _mirror():
         raise NoMirror('this machine has no apt-get')
     def output(*command):
         return subprocess.run(command, text=True, capture_output=True, check=True).stdout
-    uris = output('apt-get', 'indextargets', '--format', '$(REPO_URI)', 'Created-By: Packages', 'Component: main')
-    mirror = re.search(r'(?m)^\S+/debian(\.list|/\d{8}T\d{6}Z)?/?$', uris)     # a plain one, a mirror list, a snapshot
+    uris = output('apt-get', 'update', '--print-uris')
+    mirror = re.search(r"'(\S+/debian(\.list|/\d{8}T\d{6}Z)?)/dists/[^/]+/main/", uris)   # plain, list, snapshot
     if not mirror:
         raise NoMirror("this machine's apt sources name no Debian mirror")
-    return mirror[0], '\n'.join(re.findall(r'(?mi)^Acquire::\S+::Proxy\S* ".+";$', output('apt-config', 'dump')))
+    return mirror[1], '\n'.join(re.findall(r'(?m)^Acquire::\S+::Proxy\S* ".+";$', output('apt-config', 'dump')))
 
 
 def _unpack(debs, into, keep_static, only):
@@ -180,15 +179,30 @@ def _arch(name):
     return arch
 
 
-def _runner(at, arch):
-    """The command that runs programs of root `at`; argv[0] and the program's path are to follow.
+def _command(at, arch, program, argv0):
+    """The command that runs `program` of root `at`; arguments are to follow.
 
     A native program gets its own loader and libraries, because the host's C library may be older than it needs.
+    perf calls such a process by the loader's name, and its symbols by the program's.
     """
     if arch == archs.host():
         libraries = next(at.glob('usr/lib/*/libc.so.6')).parent
-        return [str(next(libraries.glob('ld*.so.*'))), '--library-path', str(libraries), '--argv0']
-    return [qemu(arch.name), '-L', str(at), '-0']
+        runner = [next(libraries.glob('ld*.so.*')), '--library-path', libraries, '--argv0']
+    else:
+        runner = [qemu(arch.name), '-L', at, '-0']
+    return [*map(str, runner), str(argv0), str(program)]
+
+
+def _launcher(at, arch, program):
+    """The path of a script beside `program` that runs it as any program is run."""
+    script = program.with_name(f'run-{program.name}')
+    if not script.exists():
+        *runner, _, program = map(shlex.quote, _command(at, arch, program, ''))
+        draft = script.with_name(f'{script.name}-{os.getpid()}')       # another process may be doing the same
+        draft.write_text(f'#!/bin/sh\nexec {" ".join(runner)} "$0" {program} "$@"\n')
+        draft.chmod(0o755)
+        draft.rename(script)
+    return script
 
 
 def qemu(name):
@@ -213,29 +227,26 @@ class Python:
 
 
 def python(version, suite=None, arch=None):
-    """Return the Python `version` ('3.15') of `suite` (by default the one known to have it) for `arch` (this machine's).
+    """Return the Python `version` ('3.15') for `arch` (this machine's), of `suite` (the one known to have it).
 
     Its sys.executable is a script that starts it again, so subprocess, multiprocessing and venv work.
     """
     suite = suite or next((suite for suite, versions in PYTHONS.items() if version in versions), None)
     if not suite:
         raise Unavailable(f'no suite is known to have Python {version}')
-    packages = [package for each in PYTHONS.get(suite, [version]) for package in (f'python{each}', f'libpython{each}-dev')]
     arch = _arch(arch)
-    at = root(suite, arch.debian, packages, name='python')
-    program, launcher = at / f'usr/bin/python{version}', at / f'usr/bin/run-python{version}'
+    versions = PYTHONS.get(suite, ())
+    if version not in versions:
+        versions = [version]
+    at = root(suite, arch.debian, [name for v in versions for name in (f'python{v}', f'libpython{v}-dev')], 'python')
+    program = at / f'usr/bin/python{version}'
     headers = at / f'usr/include/python{version}'
-    runner = _runner(at, arch)
-    if not launcher.exists():
-        draft = launcher.with_suffix(f'.{os.getpid()}')
-        draft.write_text(f'#!/bin/sh\nexec {shlex.join(runner)} "$0" {shlex.quote(str(program))} "$@"\n')
-        draft.chmod(0o755)
-        draft.replace(launcher)
     sysconfig = next(at.glob(f'usr/lib/python{version}/_sysconfigdata_*.py'))
+    release = re.search(r'PY_VERSION\s+"(\d+)\.(\d+)\.(\d+)', (headers / 'patchlevel.h').read_text())
     return Python(
         root=at,
-        version=tuple(map(int, re.search(r'PY_VERSION\s+"(\d+)\.(\d+)\.(\d+)', (headers / 'patchlevel.h').read_text()).groups())),
-        command=[*runner, str(launcher), str(program)],
+        version=tuple(map(int, release.groups())),
+        command=_command(at, arch, program, _launcher(at, arch, program)),
         include_flags=[f'-I{headers}', f'-I{headers}/internal', '-idirafter', f'{at}/usr/include'],
         ext_suffix=re.search(r"'EXT_SUFFIX': '(.+?)'", sysconfig.read_text())[1])
 
@@ -243,33 +254,31 @@ def python(version, suite=None, arch=None):
 def perf(suite='sid'):
     """Return the command that runs the perf of `suite` on this machine; it sees the machine's own files."""
     at = root(suite, _arch(None).debian, ['linux-perf'], name='perf')
-    program = str(at / 'usr/bin/perf')
-    return [*_runner(at, _arch(None)), program, program]
+    program = at / 'usr/bin/perf'
+    return _command(at, _arch(None), program, argv0=program)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='command', required=True)
-    commands.add_parser('list')
-    commands.add_parser('clean')
-    for name, arguments, rest in ('root', ('suite', 'arch'), 'packages'), ('python', ('version', 'arch'), 'args'), ('perf', ('suite',), 'args'):
+    for name, arguments in {'list': '', 'root': 'suite arch package+', 'python': 'version arch arg*',
+                            'perf': 'suite arg*', 'clean': ''}.items():
         command = commands.add_parser(name)
-        for argument in arguments:
-            command.add_argument(argument)
-        command.add_argument(rest, nargs='+' if rest == 'packages' else '*')
+        for argument in arguments.split():
+            command.add_argument(argument.rstrip('+*'), nargs=argument[-1] if argument[-1] in '+*' else None)
     options = parser.parse_args()
     match options.command:
         case 'list':
             for at in sorted((cache() / 'roots').glob('*')):
                 print(subprocess.run(['du', '-shx', at], text=True, stdout=subprocess.PIPE).stdout, end='')
         case 'root':
-            print(root(options.suite, options.arch, options.packages))
+            print(root(options.suite, options.arch, options.package))
         case 'python':
             it = python(options.version, arch=options.arch)
-            os.execve(it.command[0], [*it.command, *options.args], it.env)
+            os.execve(it.command[0], [*it.command, *options.arg], it.env)
         case 'perf':
             command = perf(options.suite)
-            os.execv(command[0], [*command, *options.args])
+            os.execv(command[0], [*command, *options.arg])
         case 'clean':
             shutil.rmtree(cache(), ignore_errors=True)
 
@@ -277,5 +286,5 @@ def main():
 if __name__ == '__main__':
     try:
         main()
-    except Unavailable as error:
+    except (Unavailable, archs.Refusal) as error:
         sys.exit(f'roots.py: {error}')

@@ -1,0 +1,82 @@
+"""What the tests share: builds for other interpreters, and a look at what a process wrote."""
+
+import fcntl
+import glob
+import hashlib
+import os
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(SOURCE / 'Tools' / 'perf'))
+
+import archs
+import roots
+
+FULL = os.environ.get('PERF_TRAMPOLINE_FULL') == '1'
+
+
+def build_for(python):
+    """Build the package for `python`, a roots.Python; return the command that runs it and its environment.
+
+    The build folder stands in for the user's own site directory, so the start-up line is read as if installed.
+    """
+    checkout = hashlib.sha256(str(SOURCE).encode()).hexdigest()[:12]
+    build = roots.cache() / 'builds' / checkout / f'{python.root.name}{python.ext_suffix}'
+    build.mkdir(parents=True, exist_ok=True)
+    with open(build / 'lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (build / 'Makefile').exists():
+            arch = next(arch for arch in archs.load().values() if arch.triplet in python.ext_suffix)
+            cross = [] if arch == archs.host() else [f'--host={arch.triplet}']
+            program = python.root / f'usr/bin/python{python.version[0]}.{python.version[1]}'
+            _run([SOURCE / 'configure', '-q', f'--with-python={program}', *cross], build)
+        _run(['make', '-s'], build)
+    return python.command, python.env | {'PYTHONUSERBASE': str(build)}
+
+
+def _run(command, directory):
+    done = subprocess.run(list(map(str, command)), cwd=directory, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise RuntimeError(f'{command[0]} failed in {directory}:\n{done.stdout}')
+
+
+def interpreter(version, arch=None):
+    """Command and environment of a Debian CPython with our package; skips the test when the root cannot be had."""
+    try:
+        return build_for(roots.python(version, arch=arch))
+    except roots.Unavailable as error:
+        raise unittest.SkipTest(str(error))
+
+
+def run(arguments, python=(sys.executable,), env=None, check=True, **options):
+    """Run an interpreter; return its subprocess.CompletedProcess, with text output and `pid`."""
+    process = subprocess.Popen([*python, *map(str, arguments)], text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, env=env, **options)
+    out, err = process.communicate()
+    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    done.pid = process.pid
+    if check and done.returncode != 0:
+        raise AssertionError(f'exit status {done.returncode} of {process.args}\n{out}\n{err}')
+    return done
+
+
+def map_entries(pid):
+    """The entries of a perf map as (start, size, name), read as perf reads them: other lines are skipped."""
+    entries = []
+    with open(f'/tmp/perf-{pid}.map', encoding='utf-8') as file:
+        for line in file:
+            fields = line.rstrip('\n').split(' ', 2)
+            if len(fields) == 3:
+                entries.append((int(fields[0], 16), int(fields[1], 16), fields[2]))
+    return entries
+
+
+def remove_files(*pids):
+    """Remove what processes of these numbers left in /tmp."""
+    for pid in pids:
+        for path in [f'/tmp/perf-{pid}.map', f'/tmp/jit-{pid}.dump', *glob.glob(f'/tmp/jitted-{pid}-*.so')]:
+            Path(path).unlink(missing_ok=True)

@@ -1,0 +1,233 @@
+"""configure, make, install, pip: on this machine's interpreter, in folders of their own."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[2]
+PYTHON = Path(sys._base_executable)
+WARNINGS = "-Wall -Wextra -Werror"
+
+
+def run(*command, cwd, status=0, **variables):
+    """Run a command, without what an outer make or user has set; return its output."""
+    environment = {name: value for name, value in os.environ.items()
+                   if not name.startswith(("MAKE", "PYTHON", "PERF_")) and not name.endswith("FLAGS") and name != "TESTS"}
+    done = subprocess.run([str(word) for word in command], cwd=cwd, env=environment | variables, text=True,
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if bool(done.returncode) != bool(status):
+        raise AssertionError(f"{command} in {cwd} ended with {done.returncode}:\n{done.stdout}")
+    return done.stdout
+
+
+def files(directory):
+    """Everything below that is not a folder; Python's caches do not count."""
+    return {path.relative_to(directory) for path in directory.rglob("*")
+            if not path.is_dir() and "__pycache__" not in path.parts}
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+class BuildTestCase(unittest.TestCase):
+    def setUp(self):
+        scratch = tempfile.TemporaryDirectory()
+        self.addCleanup(scratch.cleanup)
+        self.scratch = Path(scratch.name)
+        self.source = self.scratch / "source"
+        shutil.copytree(SOURCE, self.source, symlinks=True,
+                        ignore=lambda folder, names: {".git", "build", "__pycache__"} & set(names))
+        if (self.source / "config.status").exists():
+            run("make", "distclean", cwd=self.source)
+        self.build = self.scratch / "build"
+        self.build.mkdir()
+
+    def configure(self, *arguments, status=0, python=PYTHON, **variables):
+        return run(self.source / "configure", f"--with-python={python}", *arguments,
+                   cwd=self.build, status=status, **variables)
+
+    def make(self, *arguments, status=0):
+        return run("make", f"-j{os.cpu_count()}", *arguments, cwd=self.build, status=status)
+
+    def python(self, code):
+        return run("./python", "-c", code, cwd=self.build)
+
+    def extension(self):
+        [extension] = self.build.glob("lib/python*/site-packages/perf_trampoline/_perf_trampoline.*.so")
+        return extension
+
+
+class CompilerTest(BuildTestCase):
+    def check(self, cc, cflags=""):
+        if not shutil.which(cc):
+            self.skipTest(f"no {cc}")
+        self.assertIn("perf trampoline:  on", self.configure(f"CC={cc}", f"CFLAGS=-O2 -g {cflags} {WARNINGS}"))
+        self.assertNotIn("warning", self.make())
+        self.python("import perf_trampoline._perf_trampoline")
+
+        exported = run("readelf", "--dyn-syms", "--wide", self.extension(), cwd=self.build)
+        names = re.findall(r"(?:GLOBAL|WEAK) +\w+ +\d+ (\S+)", exported)
+        self.assertEqual(names, ["PyInit__perf_trampoline"])
+        segments = run("readelf", "--segments", "--wide", self.extension(), cwd=self.build)
+        self.assertRegex(segments, r"GNU_STACK .* RW +0x")
+        self.assertNotIn("RWE", segments)
+
+    def test_gcc_is_silent(self):
+        self.check("gcc")
+
+    def test_clang_is_silent(self):
+        self.check("clang")
+
+    def test_link_time_optimisation(self):
+        self.check("gcc", "-O3 -flto")
+
+    def test_hardened_as_distributions_build(self):
+        self.check("gcc", "-fstack-protector-strong -fstack-clash-protection -D_FORTIFY_SOURCE=2 -Wformat-security")
+
+    def test_flags_of_the_user_do_not_cut_the_frame_chain(self):
+        self.check("gcc", "-fomit-frame-pointer -fvisibility=default")
+        self.assertRegex((self.build / "Makefile").read_text(), r"(?m)^BASECFLAGS = .*-fno-omit-frame-pointer|-mbackchain")
+
+
+class TreeTest(BuildTestCase):
+    def test_out_of_tree_build_leaves_the_source_alone(self):
+        before = files(self.source)
+        self.configure()
+        self.make()
+        self.assertEqual(files(self.source), before)
+        self.assertEqual(self.python("import sys; print(sys.prefix, sys.base_prefix)").split(),
+                         [str(self.build), sys.base_prefix])
+        self.assertIn("Nothing to be done", self.make())
+
+    def test_distclean_gives_the_checkout_back(self):
+        before = files(self.source)
+        self.build = self.source
+        self.configure()
+        self.make()
+        self.python("import perf_trampoline._perf_trampoline")
+        self.make("distclean")
+        self.assertEqual(files(self.source), before)
+
+    def test_a_moved_build_still_runs(self):
+        self.configure()
+        self.make()
+        self.build = self.build.rename(self.scratch / "moved")
+        self.assertIn(str(self.build), self.python("import perf_trampoline as p; print(p.__file__)"))
+
+    def test_the_committed_configure_is_fresh(self):
+        if not shutil.which("autoconf"):
+            self.skipTest("no autoconf")
+        before = (self.source / "configure").read_text()
+        run("make", "-f", "Makefile.pre.in", "srcdir=.", "regen-configure", cwd=self.source)
+        if "Autoconf 2.71" not in (self.source / "configure").read_text():
+            self.skipTest("autoconf is not 2.71")
+        self.assertEqual((self.source / "configure").read_text(), before, "mend it with: make regen-configure")
+
+
+class InstallTest(BuildTestCase):
+    def test_make_uninstall_removes_all_that_install_put(self):
+        self.configure()
+        destination = self.scratch / "destination"
+        self.make("install", f"DESTDIR={destination}")
+        installed = {path.name for path in files(destination)}
+        self.assertLessEqual({self.extension().name, "__init__.py", "perf_trampoline.pth"}, installed)
+        self.assertEqual(len(files(destination)), len(files(self.extension().parents[1])))
+        self.make("uninstall", f"DESTDIR={destination}")
+        self.assertEqual(files(destination), set())
+
+    def test_installs_where_the_interpreter_looks(self):
+        [directory] = re.findall("installs in: +(.*)", self.configure())
+        self.assertIn(directory, run(PYTHON, "-c", "import site; print(site.getsitepackages())", cwd=self.build))
+
+    def test_pip_uninstall_removes_all_that_install_put(self):
+        for module in "setuptools", "wheel", "venv", "ensurepip":
+            if not find_spec(module):
+                self.skipTest(f"no {module}")
+        before = files(self.source)
+        run(PYTHON, "-m", "venv", "--system-site-packages", "venv", cwd=self.scratch)
+        python = self.scratch / "venv/bin/python"
+        run(python, "-m", "pip", "install", "--no-index", "--no-build-isolation", self.source, cwd=self.scratch)
+        run(python, "-c", "import perf_trampoline._perf_trampoline", cwd=self.scratch)
+        self.assertEqual(files(self.source), before)
+        self.assertTrue(list(self.scratch.glob("venv/lib/python*/site-packages/perf_trampoline.pth")))
+        run(python, "-m", "pip", "uninstall", "--yes", "perf-trampoline", cwd=self.scratch)
+        self.assertEqual(list(self.scratch.glob("venv/**/*perf_trampoline*")), [])
+
+
+class UnsupportedTest(BuildTestCase):
+    def test_unknown_architecture_builds_with_the_feature_off(self):
+        """The compiler claims to be for each of these, then compiles for this machine."""
+        if not shutil.which("clang"):
+            self.skipTest("no clang, which knows many architectures")
+        for triplet in "i686-linux-gnu", "x86_64-linux-gnux32", "powerpc64-linux-gnu", "riscv32-linux-gnu", "mips64el-linux-gnuabi64":
+            with self.subTest(triplet):
+                cc = script(self.scratch / "cc", f"""
+                    case " $* " in *" -E "*|*dumpmachine*) exec clang --target={triplet} "$@" ;; esac
+                    exec gcc "$@" """)
+                self.assertRegex(self.configure(f"CC={cc}", f"CFLAGS=-O2 {WARNINGS}"),
+                                 r"perf trampoline:  off \(no trampoline for " + triplet.split("-")[0])
+        self.assertNotIn("warning", self.make())
+        self.python("import perf_trampoline._perf_trampoline")
+
+    def test_half_a_port_builds_with_the_feature_off(self):
+        for header in self.source.glob("Include/internal/pycore_perf_eh_frame_*_generated.h"):
+            header.unlink()
+        self.assertRegex(self.configure(), r"perf trampoline:  off \(no generated header for .* make regen-perf-trampoline")
+        self.make()
+
+    def test_assembler_without_unwind_data_builds_with_the_feature_off(self):
+        cc = script(self.scratch / "cc", """case "$*" in *.S*) exit 1 ;; esac; exec gcc "$@" """)
+        self.assertRegex(self.configure(f"CC={cc}"), r"perf trampoline:  off \(.* does not assemble")
+        self.make()
+
+
+class RefusalTest(BuildTestCase):
+    """Each ends configure with one sentence that says what to do."""
+
+    def refusal(self, *arguments, **keywords):
+        output = self.configure(*arguments, status=1, **keywords)
+        [sentence] = re.findall("^configure: error: (.*)", output, re.MULTILINE)
+        self.assertTrue(output.endswith(sentence + "\n"), output)
+        return sentence
+
+    def pretend(self, statement):
+        """An interpreter for which `statement` was executed before configure's questions."""
+        return script(self.scratch / "pretender", f"""exec {PYTHON} -c "import sys; {statement}; exec(sys.argv[1])" "$2" """)
+
+    def test_old_python(self):
+        self.assertRegex(self.refusal(python=self.pretend("sys.version_info = (3, 10, 13)")),
+                         r"is Python 3\.10 .*CPython 3\.11 or later is needed\.")
+
+    def test_other_implementation(self):
+        self.assertRegex(self.refusal(python=self.pretend("sys.implementation.name = 'pypy'")),
+                         r"\(pypy\): CPython 3\.11 or later is needed\.")
+
+    def test_no_such_python(self):
+        self.assertIn("there is no interpreter", self.refusal(python="/nowhere/python3"))
+
+    def test_python_that_does_not_run(self):
+        self.assertIn("set PYTHON_RUN", self.refusal(python=script(self.scratch / "python", "exit 1")))
+
+    def test_missing_headers(self):
+        self.assertRegex(self.refusal(f"--with-python-headers={self.scratch}"), r"Python\.h is missing: install python3.*-dev")
+        (self.scratch / "Python.h").touch()
+        self.assertIn("internal/pycore_frame.h is missing", self.refusal(f"--with-python-headers={self.scratch}"))
+
+    def test_missing_pyelftools_stops_only_the_generator(self):
+        self.configure()
+        output = self.make("check-perf-trampoline", "PYTHON_FOR_REGEN=", status=1)
+        self.assertIn("this needs pyelftools: install python3-pyelftools", output)
+        self.make("PYTHON_FOR_REGEN=")
+
+
+if __name__ == "__main__":
+    unittest.main()
