@@ -400,6 +400,9 @@ forget_dead_arena(struct backend_state *backend, size_t at)
     for (size_t i = 0; i < arena->num_used; i++) {
         take_dead_slot(backend, arena->keys[i], arena->memory.base + i * slot_size);
     }
+    if (backend->current == arena) {
+        backend->current = NULL;
+    }
     backend->num_arenas--;
     memmove(backend->arenas + at, backend->arenas + at + 1, (backend->num_arenas - at) * sizeof(*backend->arenas));
     free(arena->num_live_on_page);

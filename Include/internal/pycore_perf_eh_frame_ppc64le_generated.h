@@ -41,13 +41,13 @@ static const unsigned char perf_trampoline_eh_frame[] = {
     0x00, 0x00, 0x00, 0x00,                           /* initial_location, patched */
     0x00, 0x00, 0x00, 0x00,                           /* address_range, patched */
     0x00,                                             /* augmentation length 0 */
-    0x42,                                             /* DW_CFA_advance_loc 2 */
+    0x42,                                             /* DW_CFA_advance_loc 2: +0x08  CFA=r1+0  r65=[CFA+16] */
     0x11, 0x41, 0x7e,                                 /* DW_CFA_offset_extended_sf 65 -2 */
-    0x41,                                             /* DW_CFA_advance_loc 1 */
+    0x41,                                             /* DW_CFA_advance_loc 1: +0x0c  CFA=r1+32  r65=[CFA+16] */
     0x0e, 0x20,                                       /* DW_CFA_def_cfa_offset 32 */
-    0x46,                                             /* DW_CFA_advance_loc 6 */
+    0x46,                                             /* DW_CFA_advance_loc 6: +0x24  CFA=r1+0  r65=[CFA+16] */
     0x0e, 0x00,                                       /* DW_CFA_def_cfa_offset 0 */
-    0x42,                                             /* DW_CFA_advance_loc 2 */
+    0x42,                                             /* DW_CFA_advance_loc 2: +0x2c  CFA=r1+0 */
     0x06, 0x41,                                       /* DW_CFA_restore_extended 65 */
     0x00, 0x00,                                       /* DW_CFA_nop */
 };

@@ -43,20 +43,20 @@ static const unsigned char perf_trampoline_eh_frame[] = {
     0x00, 0x00, 0x00, 0x00,                           /* initial_location, patched */
     0x00, 0x00, 0x00, 0x00,                           /* address_range, patched */
     0x00,                                             /* augmentation length 0 */
-    0x44,                                             /* DW_CFA_advance_loc 4 */
+    0x44,                                             /* DW_CFA_advance_loc 4: +0x04  CFA=r2+16 */
     0x0e, 0x10,                                       /* DW_CFA_def_cfa_offset 16 */
-    0x44,                                             /* DW_CFA_advance_loc 4 */
+    0x44,                                             /* DW_CFA_advance_loc 4: +0x08  CFA=r2+16  r1=[CFA-8] */
     0x81, 0x02,                                       /* DW_CFA_offset 1 2 */
-    0x44,                                             /* DW_CFA_advance_loc 4 */
+    0x44,                                             /* DW_CFA_advance_loc 4: +0x0c  CFA=r2+16  r1=[CFA-8] r8=[CFA-16] */
     0x88, 0x04,                                       /* DW_CFA_offset 8 4 */
-    0x44,                                             /* DW_CFA_advance_loc 4 */
+    0x44,                                             /* DW_CFA_advance_loc 4: +0x10  CFA=r8+0  r1=[CFA-8] r8=[CFA-16] */
     0x0c, 0x08, 0x00,                                 /* DW_CFA_def_cfa 8 0 */
-    0x48,                                             /* DW_CFA_advance_loc 8 */
+    0x48,                                             /* DW_CFA_advance_loc 8: +0x18  CFA=r8+0  r8=[CFA-16] */
     0xc1,                                             /* DW_CFA_restore 1 */
-    0x44,                                             /* DW_CFA_advance_loc 4 */
+    0x44,                                             /* DW_CFA_advance_loc 4: +0x1c  CFA=r2+16 */
     0x0c, 0x02, 0x10,                                 /* DW_CFA_def_cfa 2 16 */
     0xc8,                                             /* DW_CFA_restore 8 */
-    0x44,                                             /* DW_CFA_advance_loc 4 */
+    0x44,                                             /* DW_CFA_advance_loc 4: +0x20  CFA=r2+0 */
     0x0e, 0x00,                                       /* DW_CFA_def_cfa_offset 0 */
     0x00, 0x00, 0x00, 0x00,                           /* DW_CFA_nop */
 };

@@ -40,12 +40,12 @@ static const unsigned char perf_trampoline_eh_frame[] = {
     0x00, 0x00, 0x00, 0x00,                           /* initial_location, patched */
     0x00, 0x00, 0x00, 0x00,                           /* address_range, patched */
     0x00,                                             /* augmentation length 0 */
-    0x46,                                             /* DW_CFA_advance_loc 6 */
+    0x46,                                             /* DW_CFA_advance_loc 6: +0x06  CFA=r15+160  r14=[CFA-48] r15=[CFA-40] */
     0x8e, 0x06,                                       /* DW_CFA_offset 14 6 */
     0x8f, 0x05,                                       /* DW_CFA_offset 15 5 */
-    0x48,                                             /* DW_CFA_advance_loc 8 */
+    0x48,                                             /* DW_CFA_advance_loc 8: +0x0e  CFA=r15+320  r14=[CFA-48] r15=[CFA-40] */
     0x0e, 0xc0, 0x02,                                 /* DW_CFA_def_cfa_offset 320 */
-    0x4e,                                             /* DW_CFA_advance_loc 14 */
+    0x4e,                                             /* DW_CFA_advance_loc 14: +0x1c  CFA=r15+160 */
     0x0e, 0xa0, 0x01,                                 /* DW_CFA_def_cfa_offset 160 */
     0xce,                                             /* DW_CFA_restore 14 */
     0xcf,                                             /* DW_CFA_restore 15 */

@@ -40,12 +40,12 @@ static const unsigned char perf_trampoline_eh_frame[] = {
     0x00, 0x00, 0x00, 0x00,                           /* initial_location, patched */
     0x00, 0x00, 0x00, 0x00,                           /* address_range, patched */
     0x00,                                             /* augmentation length 0 */
-    0x45,                                             /* DW_CFA_advance_loc 5 */
+    0x45,                                             /* DW_CFA_advance_loc 5: +0x05  CFA=r7+16  r6=[CFA-16] r16=[CFA-8] */
     0x0e, 0x10,                                       /* DW_CFA_def_cfa_offset 16 */
     0x86, 0x02,                                       /* DW_CFA_offset 6 2 */
-    0x43,                                             /* DW_CFA_advance_loc 3 */
+    0x43,                                             /* DW_CFA_advance_loc 3: +0x08  CFA=r6+16  r6=[CFA-16] r16=[CFA-8] */
     0x0d, 0x06,                                       /* DW_CFA_def_cfa_register 6 */
-    0x43,                                             /* DW_CFA_advance_loc 3 */
+    0x43,                                             /* DW_CFA_advance_loc 3: +0x0b  CFA=r7+8  r16=[CFA-8] */
     0x0c, 0x07, 0x08,                                 /* DW_CFA_def_cfa 7 8 */
     0xc6,                                             /* DW_CFA_restore 6 */
     0x00, 0x00,                                       /* DW_CFA_nop */

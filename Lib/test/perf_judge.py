@@ -27,7 +27,7 @@ import math
 import os
 import re
 
-from perf_script import in_libc, python_name, walk
+from perf_script import in_libc, is_nowhere, python_name, walk
 
 LEAST = 6000        # five shares with a limit of 2 points fail by chance 0.08 % of the time
 WHOLE = 0.99
@@ -54,15 +54,22 @@ def _in_interpreter(frame):
     return re.match(r'(lib)?python', os.path.basename(frame.dso))
 
 
-def _stop(stack, walked):
-    """Where a walk ended, as a word for the table."""
+def _fault(stack, walked, reached_start):
+    """Which of our faults a stack shows, or None."""
+    if any(map(_is_nameless, walked)):
+        return NAMELESS
+    if any(_is_ours(inner) and is_nowhere(outer) for inner, outer in zip(stack, stack[1:])):
+        return BESIDE
+    if not reached_start and walked and _is_ours(walked[-1]):
+        return TRAMPOLINE if python_name(walked[-1]) else HOOK
+    return None
+
+
+def _place(walked):
+    """Where any other walk stopped, as a word for the table."""
     if not walked:
         return 'no stack'
     last = walked[-1]
-    if any(map(_is_nameless, walked)):
-        return NAMELESS
-    if _is_ours(last):
-        return BESIDE if len(walked) < len(stack) else TRAMPOLINE if python_name(last) else HOOK
     return ('libc' if in_libc(last) else 'interpreter' if _in_interpreter(last)
             else 'kernel' if last.dso.startswith('[k') else os.path.basename(last.dso))
 
@@ -94,17 +101,20 @@ class Verdict:
             if sample.tid != self.tid or not thread['start'] <= sample.time_ns <= thread['end']:
                 continue
             self.samples += 1
-            walked, whole = walk(sample.stack, mode)
+            stack = sample.stack
+            walked, reached_start = walk(stack, mode)
             names = tuple(name[0] for frame in reversed(walked) if (name := python_name(frame)))
             if names:
                 found[leaves.get(names) or (names[-1] if names[-1] in expected else 'driver')] += 1
-            if not whole:
+            if fault := _fault(stack, walked, reached_start):
+                self.stops[fault] += 1
+            elif not reached_start:
                 if mode == 'fp' and not names and walked and in_libc(walked[0]):
                     self.excused['libc keeps no frame pointers'] += 1
                 elif mode == 'dwarf' and frame_pointers and 1 <= len(walked) <= 2 and _in_interpreter(walked[0]):
                     self.excused['at a return instruction'] += 1
                 else:
-                    self.stops[_stop(sample.stack, walked)] += 1
+                    self.stops[_place(walked)] += 1
             elif names in leaves or names in driver:
                 self.whole += 1
             elif any(_is_part(names, stack) for stack in expected.values()):

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import textwrap
 import unittest
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import archs
 import roots
 
 FULL = os.environ.get('PERF_TRAMPOLINE_FULL') == '1'
+# An emulator shows itself here; what it takes of memory and stack says nothing of ours.
+EMULATED = 'qemu' in os.readlink('/proc/thread-self/exe')
 
 
 def build_for(python):
@@ -52,11 +55,16 @@ def interpreter(version, arch=None):
         raise unittest.SkipTest(str(error))
 
 
-def run(arguments, python=(sys.executable,), env=None, check=True, **options):
+def run(arguments, python=(sys.executable,), env=None, check=True, input=None, timeout=600, **options):
     """Run an interpreter; return its subprocess.CompletedProcess, with text output and `pid`."""
-    process = subprocess.Popen([*python, *map(str, arguments)], text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, env=env, **options)
-    out, err = process.communicate()
+    process = subprocess.Popen([*python, *map(str, arguments)], text=True, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, **options)
+    try:
+        out, err = process.communicate(input, timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        err += f'killed after {timeout} seconds'
     done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
     done.pid = process.pid
     if check and done.returncode != 0:
@@ -80,3 +88,40 @@ def remove_files(*pids):
     for pid in pids:
         for path in [f'/tmp/perf-{pid}.map', f'/tmp/jit-{pid}.dump', *glob.glob(f'/tmp/jitted-{pid}-*.so')]:
             Path(path).unlink(missing_ok=True)
+
+
+def _can_mount(unshare):
+    try:
+        return subprocess.run([*unshare, 'mount', '-t', 'tmpfs', 'none', '/tmp'], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+class ProgramTest(unittest.TestCase):
+    """Runs small programs under the interpreter that runs the test, and removes what they leave in /tmp."""
+
+    @classmethod
+    def setUpClass(cls):
+        import perf_trampoline
+        if reason := perf_trampoline.status()['unavailable']:
+            raise unittest.SkipTest(reason)
+
+    def run_program(self, source, *options, env=(), **run_options):
+        """Run `source` with the interpreter's `options`; see run()."""
+        switches = 'PYTHONPERFSUPPORT', 'PYTHON_PERF_JIT_SUPPORT', 'PYTHON_PERF_NATIVE'
+        env = {name: value for name, value in os.environ.items() if name not in switches} | dict(env)
+        done = run([*options, '-c', textwrap.dedent(source)], env=env, **run_options)
+        self.addCleanup(remove_files, done.pid)
+        return done
+
+    def run_in_private_tmp(self, mount_options, source, **run_options):
+        """Run `source` with a /tmp of its own, which goes with it.
+
+        The program mounts it when it has started: its interpreter may lie below /tmp.
+        """
+        unshare = next(filter(_can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
+        if unshare is None:
+            self.skipTest('this user cannot mount a /tmp of its own')
+        mount = ['mount', '-t', 'tmpfs', '-o', mount_options, 'none', '/tmp']
+        prelude = f'import subprocess, os, sys, perf_trampoline\nsubprocess.run({mount}, check=True)\n'
+        return self.run_program(prelude + textwrap.dedent(source), python=[*unshare, sys.executable], **run_options)

@@ -111,7 +111,7 @@ def main(python):
     print('\nMost time in the function itself\n')
     for name, count in own.most_common(FLAT_LINES):
         print(f'{count * percent:6.1f}         {label(name)}'[:COLUMNS])
-    print(f'\n{root.total} samples, {whole * percent:.1f} % with their whole stack, from the process\'s start to the sample.')
+    print(f'\n{root.total} samples, {whole * percent:.1f} % with their whole stack')
     if not nodes:
         raise perf_script.PerfError('no sample shows a Python function')
     if whole < WHOLE * root.total:

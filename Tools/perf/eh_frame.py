@@ -16,8 +16,8 @@ import io
 from archs import Refusal
 
 try:
-    from elftools.common.exceptions import ELFError
-    from elftools.dwarf.callframe import FDE, CallFrameInfo
+    from elftools.common.exceptions import DWARFError, ELFError
+    from elftools.dwarf.callframe import CallFrameInfo
     from elftools.dwarf.structs import DWARFStructs
     from elftools.elf.elffile import ELFFile
 except ImportError:
@@ -120,14 +120,14 @@ class _Reader:
         return value
 
     def leb128(self, what=None, signed=False):
-        value, shift, end = 0, 0, self.at
-        while end < len(self.data):
+        value, shift, end, byte = 0, 0, self.at, 0x80
+        while byte & 0x80:
+            if end == len(self.data):
+                raise Refusal(11, ".eh_frame ends within a field")
             byte = self.data[end]
             value |= (byte & 0x7f) << shift
             shift += 7
             end += 1
-            if byte < 0x80:
-                break
         if signed and byte & 0x40:
             value -= 1 << shift
         self._piece(end, what, value)
@@ -182,7 +182,8 @@ def decode(data, code_size, byteorder):
     reader.leb128("data alignment factor {}", signed=True)
     ra = "return-address column {}"
     ra_column = reader.number(1, ra) if version == 1 else reader.leb128(ra)
-    reader.leb128("augmentation length {}")
+    if reader.leb128("augmentation length {}") != 1:
+        raise Refusal(13, 'the augmentation length does not fit "zR"')
     encoding = reader.number(1, "FDE pointer encoding pcrel|sdata4")
     if encoding != PCREL_SDATA4:
         raise Refusal(14, f"pointer encoding 0x{encoding:02x}, not pcrel|sdata4 "
@@ -227,10 +228,12 @@ def _refuse_other_than_one_cie_one_fde(data, byteorder):
 def _rows(template, byteorder):
     structs = DWARFStructs(little_endian=byteorder == "little", dwarf_format=32,
                            address_size=8)
-    entries = CallFrameInfo(io.BytesIO(template), len(template), 0, structs,
-                            for_eh_frame=True).get_entries()
-    fde = next(entry for entry in entries if isinstance(entry, FDE))
-    table = fde.get_decoded().table
+    try:
+        _, fde = CallFrameInfo(io.BytesIO(template), len(template), 0, structs,
+                               for_eh_frame=True).get_entries()
+        table = fde.get_decoded().table
+    except (DWARFError, ELFError, ValueError) as error:
+        raise Refusal(11, f"pyelftools cannot decode .eh_frame: {error}") from None
     start = fde.header["initial_location"]
     return [Row(line["pc"] - start, (line["cfa"].reg, line["cfa"].offset),
                 {register: rule.arg for register, rule in line.items()

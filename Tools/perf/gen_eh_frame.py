@@ -113,6 +113,9 @@ def header(trampoline, arch):
     guard = f"Py_INTERNAL_PERF_EH_FRAME_{arch.name.upper()}_GENERATED_H"
     defines = "".join(f"#define PERF_TRAMPOLINE_{name} {value}\n"
                       for name, value in constants(trampoline, arch).items())
+    rows = iter(trampoline.eh_frame.rows[1:])
+    fields = [(data, f"{what}: {next(rows)}" if "advance" in what else what)
+              for data, what in trampoline.eh_frame.fields]
     return "\n".join([
         BANNER.format(f"the object of\n   {arch.source}"),
         f"#ifndef {guard}\n#define {guard}\n",
@@ -120,7 +123,7 @@ def header(trampoline, arch):
         "   the start of perf_trampoline_eh_frame. */\n" + defines,
         array("perf_trampoline_code", [(code, row) for row, code
                                        in trampoline.pieces()]),
-        array("perf_trampoline_eh_frame", trampoline.eh_frame.fields),
+        array("perf_trampoline_eh_frame", fields),
         f"#endif /* {guard} */\n",
     ])
 

@@ -155,13 +155,18 @@ def in_libc(frame):
     return re.match(r'\[vdso\]|(libc|libm|libpthread|ld)\b', os.path.basename(frame.dso))
 
 
+def is_nowhere(frame):
+    """Whether the address is no code at all: the walk had gone astray."""
+    return frame.sym == '[unknown]' and frame.dso in ('[unknown]', '[heap]', '[stack]')
+
+
 def walk(stack, mode='dwarf'):
     """The frames before a walk went astray, and whether it had come to the start of its thread by then.
 
     A frame-pointer walk (mode 'fp') ends in libc's start code, or strays from there: it has no frame pointers.
     """
     end = len(stack)
-    while end and stack[end - 1].sym == '[unknown]' and stack[end - 1].dso in ('[unknown]', '[heap]', '[stack]'):
+    while end and is_nowhere(stack[end - 1]):
         end -= 1
     frames = stack[:end]
     if not frames:
