@@ -7,8 +7,8 @@
            return evaluator(ts, frame, throwflag);
        }
 
-   AAPCS64: 6.1.1 "General-purpose Registers", 6.4.6 "The Frame Pointer"
-   (the frame record), 6.8 "Parameter passing".
+   AAPCS64 (section numbers change from release to release): "General-purpose
+   Registers", "The Frame Pointer", "Parameter passing".
 
    On entry:
        x0      ts                  passed on as it is

@@ -7,8 +7,7 @@
            return evaluator(ts, frame, throwflag);
        }
 
-   64-Bit ELF V2 ABI: 2.2.1 "Function Call Linkage Protocols", 2.2.2
-   "Register Usage", 2.2.3 "The Stack Frame".
+   64-Bit ELF V2 ABI: 2.2 "Function Calling Sequence".
 
    On entry:
        r3      ts                  passed on as it is

@@ -7,8 +7,7 @@
            return evaluator(ts, frame, throwflag);
        }
 
-   s390x ELF ABI: 1.2.1 "Registers", 1.2.2 "The Stack Frame", 1.2.3
-   "Parameter Passing".
+   s390x ELF ABI: 1.2 "Function Calling Sequence".
 
    On entry:
        r2      ts                  passed on as it is
