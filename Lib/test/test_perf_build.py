@@ -147,7 +147,7 @@ class CompilerTest(BuildTestCase):
         self.check("gcc", "-fstack-protector-strong -fstack-clash-protection -D_FORTIFY_SOURCE=2 -Wformat-security")
 
     def test_flags_of_the_user_do_not_win_over_the_needed_ones(self):
-        self.check("gcc", "-fomit-frame-pointer -fno-pic -fvisibility=default")
+        self.check("gcc", "-fomit-frame-pointer -fvisibility=default")
 
 
 class OtherWaysTest(BuildTestCase):

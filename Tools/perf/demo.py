@@ -9,6 +9,7 @@ import ast
 import collections
 import itertools
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -97,6 +98,10 @@ def label(name):
 
 def main(python):
     perf_script.check()
+    # Past any starting script: libunwind's perf (6.1) keeps the libraries' addresses from before an exec, and
+    # then fails to unwind them in one run of three.
+    python = subprocess.run([python, '-c', 'import sys; print(sys.executable)'], check=True, text=True,
+                            stdout=subprocess.PIPE).stdout.strip()
     root, own, whole = profile(python)
     if not root.total:
         raise perf_script.PerfError('perf recorded no sample')
@@ -130,7 +135,7 @@ if __name__ == '__main__':
     elif len(sys.argv) == 2:
         try:
             main(sys.argv[1])
-        except perf_script.PerfError as error:
+        except (perf_script.PerfError, OSError, subprocess.CalledProcessError) as error:
             sys.exit(f'demo: {error}.')
     else:
         sys.exit(__doc__)
