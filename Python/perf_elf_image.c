@@ -178,8 +178,8 @@ compose(struct image *image, char *file, size_t num_slots, size_t slot_size)
     const uint64_t page_size = sysconf(_SC_PAGESIZE);
     const uint64_t rodata = section[HASH].sh_offset;
     const uint64_t rodata_size = section[EH_FRAME].sh_offset + section[EH_FRAME].sh_size - rodata;
-    const Elf64_Phdr phdrs[] = {
-        {PT_LOAD, PF_R, 0, 0, 0, sizeof(*ehdr) + sizeof(phdrs), sizeof(*ehdr) + sizeof(phdrs), page_size},
+    const Elf64_Phdr phdrs[7] = {
+        {PT_LOAD, PF_R, 0, 0, 0, sizeof(*ehdr) + 7 * sizeof(*phdr), sizeof(*ehdr) + 7 * sizeof(*phdr), page_size},
         {PT_LOAD, PF_R | PF_X, section[TEXT].sh_offset, section[TEXT].sh_offset, section[TEXT].sh_offset,
          section[TEXT].sh_size, section[TEXT].sh_size, page_size},
         {PT_LOAD, PF_R, rodata, rodata, rodata, rodata_size, rodata_size, page_size},

@@ -85,15 +85,21 @@ def native_is_wanted():
 
 
 def image_directories():
-    """Where ELF images are made, the first that can hold one: -X perf_elf=DIR or PERF_TRAMPOLINE_DIR, else a list."""
+    """Where ELF images are made, the first that can hold one: -X perf_elf=DIR or PERF_TRAMPOLINE_DIR, else a list.
+
+    perf up to 6.x takes any file whose name begins with /tmp/perf- for a perf map, so none may be there.
+    """
     chosen = sys._xoptions.get("perf_elf")
     if not isinstance(chosen, str):
         chosen = os.environ.get("PERF_TRAMPOLINE_DIR")
     if chosen:
-        return [os.path.abspath(chosen)]
+        chosen = os.path.abspath(chosen)
+        if chosen.startswith("/tmp/perf-"):
+            raise ValueError(f"perf reads no images in {chosen}: choose a directory that does not begin with /tmp/perf-")
+        return [chosen]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [f"/tmp/perf-trampoline-{os.geteuid()}", f"{cache}/perf-trampoline-images",
-            f"/dev/shm/perf-trampoline-{os.geteuid()}"]
+    return [f"/tmp/python-perf-{os.geteuid()}", f"{cache}/perf-trampoline-images",
+            f"/dev/shm/python-perf-{os.geteuid()}"]
 
 
 def _native(name):
