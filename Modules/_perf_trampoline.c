@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-static const _PyPerf_Backend *const backends[] = {&_PyPerf_map_backend, &_PyPerf_jitdump_backend};
+static const _PyPerf_Backend *const backends[] = {&_PyPerf_map_backend, &_PyPerf_jitdump_backend, &_PyPerf_elf_backend};
 
 PyDoc_STRVAR(unavailable_doc,
 "unavailable()\n--\n\n"
@@ -42,6 +42,22 @@ perf_activate(PyObject *Py_UNUSED(module), PyObject *name)
         }
     }
     return PyErr_Format(PyExc_ValueError, "invalid backend: %S", name);
+}
+
+PyDoc_STRVAR(set_directories_doc,
+"set_directories(colon_separated)\n--\n\n"
+"Where ELF images are made: the first of them that can hold one.");
+
+static PyObject *
+perf_set_directories(PyObject *Py_UNUSED(module), PyObject *colon_separated)
+{
+    PyObject *encoded = PyUnicode_EncodeFSDefault(colon_separated);
+    if (encoded == NULL) {
+        return NULL;
+    }
+    _PyPerfElf_SetDirectories(PyBytes_AS_STRING(encoded));
+    Py_DECREF(encoded);
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(deactivate_doc,
@@ -106,6 +122,7 @@ perf_status(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
 static PyMethodDef perf_methods[] = {
     {"unavailable", perf_unavailable, METH_NOARGS, unavailable_doc},
     {"activate", perf_activate, METH_O, activate_doc},
+    {"set_directories", perf_set_directories, METH_O, set_directories_doc},
     {"deactivate", perf_deactivate, METH_NOARGS, deactivate_doc},
     {"after_fork_child", perf_after_fork_child, METH_NOARGS, after_fork_child_doc},
     {"status", perf_status, METH_NOARGS, status_doc},

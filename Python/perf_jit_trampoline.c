@@ -75,7 +75,7 @@ jitdump_open(void)
     }
     code_index = 0;
     code_size = _PyPerf_ALIGN(template->code_size, 8) + SALT_SIZE;
-    unwinding_size = template->eh_frame_size + _PyPerf_EH_FRAME_HDR_SIZE;
+    unwinding_size = elf_ehframe_size_perf(1) + _PyPerf_EH_FRAME_HDR_SIZE(1);
     mapped_size = _PyPerf_ALIGN(unwinding_size, 16);
     return 0;
 
@@ -88,12 +88,13 @@ error:
 static int
 jitdump_reserve(_PyPerf_CodeMemory *out_memory)
 {
+    static void *_Atomic original;
     /* perf lays unwind data behind the code, in a map that must not hide the next slot's. */
-    return _PyPerf_ReserveAnonymous(out_memory, _PyPerf_ALIGN(code_size + mapped_size, 64));
+    return _PyPerf_ReserveAnonymous(out_memory, &original, _PyPerf_ALIGN(code_size + mapped_size, 64));
 }
 
 static int
-jitdump_publish(uintptr_t slot, PyCodeObject *code)
+jitdump_publish(const _PyPerf_CodeMemory *Py_UNUSED(memory), uintptr_t slot, PyCodeObject *code)
 {
     const char *reason;
     const _PyPerf_Template *template = _PyPerf_GetTemplate(&reason);
@@ -119,17 +120,18 @@ jitdump_publish(uintptr_t slot, PyCodeObject *code)
     unwinding_total += -(unwinding_total + tail) % 8;
     jr_code_unwinding_info unwinding = {
         .p = {JIT_CODE_UNWINDING_INFO, unwinding_total, now},
-        .unwinding_size = unwinding_size, .eh_frame_hdr_size = _PyPerf_EH_FRAME_HDR_SIZE, .mapped_size = mapped_size,
+        .unwinding_size = unwinding_size, .eh_frame_hdr_size = _PyPerf_EH_FRAME_HDR_SIZE(1), .mapped_size = mapped_size,
     };
 
     char *group = _PyPerfFile_Reserve(&dump_file, unwinding_total + tail);
     if (group == NULL) {
         return -1;
     }
-    const int32_t code_offset = -(int32_t)code_size;    /* D -> B in jit_unwind.c; code_size is a multiple of 8 */
+    /* D -> B in jit_unwind.c; code_size is a multiple of 8. */
+    const _PyPerf_CodeRegions region = {.code_offset = -(int32_t)code_size, .code_size = code_size, .num_regions = 1};
     uint8_t *eh_frame = (uint8_t *)group + sizeof(unwinding);
-    elf_init_ehframe_perf(eh_frame, code_offset, code_size);
-    elf_init_ehframe_hdr_perf(eh_frame + template->eh_frame_size, code_offset);
+    elf_init_ehframe_perf(eh_frame, &region);
+    elf_init_ehframe_hdr_perf(eh_frame + elf_ehframe_size_perf(1), elf_ehframe_size_perf(1), &region);
 
     char *end = group + unwinding_total;
     end = mempcpy(end, &debug, sizeof(debug));

@@ -24,12 +24,13 @@ map_open(void)
 static int
 map_reserve(_PyPerf_CodeMemory *out_memory)
 {
+    static void *_Atomic original;
     const char *reason;
-    return _PyPerf_ReserveAnonymous(out_memory, _PyPerf_ALIGN(_PyPerf_GetTemplate(&reason)->code_size, 16));
+    return _PyPerf_ReserveAnonymous(out_memory, &original, _PyPerf_ALIGN(_PyPerf_GetTemplate(&reason)->code_size, 16));
 }
 
 static int
-map_publish(uintptr_t slot, PyCodeObject *code)
+map_publish(const _PyPerf_CodeMemory *Py_UNUSED(memory), uintptr_t slot, PyCodeObject *code)
 {
     const char *reason;
     static char name[_PyPerf_NAME_MAX];

@@ -21,6 +21,7 @@
 #include <pthread.h>
 #include <search.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -40,6 +41,7 @@ struct arena {
     _PyPerf_CodeMemory memory;
     size_t num_used;                /* slots handed out, in order of address */
     bool inherited;                 /* from the process that forked us: its names are in files that are not ours */
+    struct arena *next;             /* that has unused slots too */
     uint32_t *num_live_on_page;
     uint64_t keys[];                /* of the function in each slot */
 };
@@ -55,7 +57,7 @@ struct backend_state {
     Py_ssize_t extra_index;         /* the same in all interpreters, -1 before the first */
     struct arena **arenas;          /* by address */
     size_t num_arenas;
-    struct arena *current;          /* the one that has unused slots */
+    struct arena *current;          /* has unused slots; NULL: memory must be reserved first */
     void *dead;                     /* tsearch() tree of struct dead_slot */
     bool open;
     bool failed;
@@ -64,6 +66,7 @@ struct backend_state {
 static struct backend_state backends[] = {
     {.ops = &_PyPerf_map_backend, .extra_index = -1},
     {.ops = &_PyPerf_jitdump_backend, .extra_index = -1},
+    {.ops = &_PyPerf_elf_backend, .extra_index = -1},
 };
 #define NUM_BACKENDS (sizeof(backends) / sizeof(backends[0]))
 
@@ -217,8 +220,8 @@ function_key(PyCodeObject *code)
 
 /* --- Code memory --- */
 
-static void
-fill_slots(char *memory, size_t size, size_t slot_size)
+void
+_PyPerf_FillSlots(char *memory, size_t size, size_t slot_size)
 {
     const char *reason;
     const _PyPerf_Template *template = _PyPerf_GetTemplate(&reason);
@@ -229,43 +232,38 @@ fill_slots(char *memory, size_t size, size_t slot_size)
 }
 
 int
-_PyPerf_ReserveAnonymous(_PyPerf_CodeMemory *out_memory, size_t slot_size)
+_PyPerf_ReserveAnonymous(_PyPerf_CodeMemory *out_memory, void *_Atomic *original, size_t slot_size)
 {
-    /* One piece of shared memory per slot size, mapped read-only here and executable in each arena. */
-    static struct { size_t slot_size; void *pages; } originals[NUM_BACKENDS];
     size_t size = _PyPerf_ALIGN(ARENA_SIZE, sysconf(_SC_PAGESIZE));
-    size_t i = 0;
-    while (originals[i].slot_size != slot_size && originals[i].slot_size != 0) {
-        i++;
-    }
     void *memory = MAP_FAILED;
-    if (originals[i].slot_size == 0) {
+    if (*original == NULL) {
         void *pages = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         if (pages == MAP_FAILED) {
             goto error;
         }
-        fill_slots(pages, size, slot_size);
-        if (mprotect(pages, size, PROT_READ) < 0) {
-            munmap(pages, size);
+        _PyPerf_FillSlots(pages, size, slot_size);
+        void *none = NULL;
+        if (mprotect(pages, size, PROT_READ) < 0 || !atomic_compare_exchange_strong(original, &none, pages)) {
+            munmap(pages, size);        /* another thread was first, or it is refused */
+        }
+        if (*original == NULL) {
             goto error;
         }
-        originals[i].slot_size = slot_size;
-        originals[i].pages = pages;
     }
     /* An old size of 0 maps a shared piece a second time. An emulator may not know that: then it is a copy. */
-    memory = mremap(originals[i].pages, 0, size, MREMAP_MAYMOVE);
+    memory = mremap(*original, 0, size, MREMAP_MAYMOVE);
     if (memory == MAP_FAILED) {
         memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         if (memory == MAP_FAILED) {
             goto error;
         }
-        fill_slots(memory, size, slot_size);
+        _PyPerf_FillSlots(memory, size, slot_size);
     }
     /* perf learns of the mapping here, and must do so before the first record that names one of its slots. */
     if (mprotect(memory, size, PROT_READ | PROT_EXEC) < 0) {
         goto error;
     }
-    *out_memory = (_PyPerf_CodeMemory){(uintptr_t)memory, slot_size, size / slot_size};
+    *out_memory = (_PyPerf_CodeMemory){.base = (uintptr_t)memory, .slot_size = slot_size, .num_slots = size / slot_size};
     return 0;
 
 error:
@@ -299,16 +297,11 @@ find_arena(const struct backend_state *backend, uintptr_t slot)
     return low;
 }
 
-static struct arena *
-new_arena(struct backend_state *backend)
+static int
+add_arena(struct backend_state *backend, const _PyPerf_CodeMemory *memory)
 {
-    _PyPerf_CodeMemory memory;
-    if (backend->ops->reserve(&memory) < 0) {
-        return NULL;
-    }
-    size_t page_size = sysconf(_SC_PAGESIZE);
-    size_t num_pages = memory.num_slots * memory.slot_size / page_size + 1;
-    struct arena *arena = calloc(1, sizeof(*arena) + memory.num_slots * sizeof(arena->keys[0]));
+    size_t num_pages = memory->num_slots * memory->slot_size / sysconf(_SC_PAGESIZE) + 1;
+    struct arena *arena = calloc(1, sizeof(*arena) + memory->num_slots * sizeof(arena->keys[0]));
     uint32_t *num_live_on_page = calloc(num_pages, sizeof(*num_live_on_page));
     struct arena **arenas = realloc(backend->arenas, (backend->num_arenas + 1) * sizeof(*arenas));
     if (arenas != NULL) {
@@ -317,16 +310,17 @@ new_arena(struct backend_state *backend)
     if (arena == NULL || num_live_on_page == NULL || arenas == NULL) {
         free(num_live_on_page);
         free(arena);
-        _PyPerf_Fail("no memory for trampolines");
-        return NULL;
+        return _PyPerf_Fail("no memory for trampolines");
     }
-    arena->memory = memory;
+    arena->memory = *memory;
     arena->num_live_on_page = num_live_on_page;
-    size_t at = find_arena(backend, memory.base);
+    arena->next = backend->current;
+    backend->current = arena;
+    size_t at = find_arena(backend, memory->base);
     memmove(arenas + at + 1, arenas + at, (backend->num_arenas - at) * sizeof(*arenas));
     arenas[at] = arena;
     backend->num_arenas++;
-    return arena;
+    return 0;
 }
 
 /* --- Slots --- */
@@ -460,7 +454,16 @@ open_backend(struct backend_state *backend)
     return backend->failed ? -1 : 0;
 }
 
-/* A slot for `code`, published; 0 when it cannot be had. */
+static int
+publish(struct backend_state *backend, const struct arena *arena, uintptr_t slot, PyCodeObject *code)
+{
+    int status = backend->ops->publish(&arena->memory, slot, code);
+    backend->failed = status < 0;
+    num_functions += status == 0;
+    return status;
+}
+
+/* A slot for `code`, published. 0 when the backend has failed, else when memory must be reserved first. */
 static uintptr_t
 take_slot(struct backend_state *backend, PyCodeObject *code)
 {
@@ -469,33 +472,36 @@ take_slot(struct backend_state *backend, PyCodeObject *code)
     }
     uint64_t key = backend->ops->relets ? 0 : function_key(code);
     uintptr_t slot = take_dead_slot(backend, key, 0);
-    bool published = slot != 0 && !backend->ops->relets;
-    struct arena *arena;
     if (slot != 0) {
-        arena = backend->arenas[find_arena(backend, slot) - 1];
-    }
-    else {
-        if (backend->current == NULL || backend->current->num_used == backend->current->memory.num_slots) {
-            backend->current = new_arena(backend);
-        }
-        arena = backend->current;
-        if (arena == NULL) {
-            backend->failed = true;
+        struct arena *arena = backend->arenas[find_arena(backend, slot) - 1];
+        if (backend->ops->relets && publish(backend, arena, slot, code) != 0) {
             return 0;
         }
-        arena->keys[arena->num_used] = key;
+        count_slot(backend, arena, slot, +1);
+        return slot;
+    }
+    while (backend->current != NULL) {
+        struct arena *arena = backend->current;
         slot = arena->memory.base + arena->num_used * arena->memory.slot_size;
-        arena->num_used++;
-    }
-    if (!published) {
-        if (backend->ops->publish(slot, code) < 0) {
-            backend->failed = true;
+        int status = publish(backend, arena, slot, code);
+        if (status < 0) {
             return 0;
         }
-        num_functions++;
+        if (status == _PyPerf_FULL) {
+            arena->memory.num_slots = arena->num_used;
+        }
+        else {
+            arena->keys[arena->num_used++] = key;
+            count_slot(backend, arena, slot, +1);
+        }
+        if (arena->num_used == arena->memory.num_slots) {
+            backend->current = arena->next;
+        }
+        if (status != _PyPerf_FULL) {
+            return slot;
+        }
     }
-    count_slot(backend, arena, slot, +1);
-    return slot;
+    return 0;
 }
 
 /* --- Interpreters --- */
@@ -551,7 +557,21 @@ request_index(struct interp *interp, struct backend_state *backend)
 
 static py_evaluator our_evaluator(const struct interp *interp);
 
-/* The slot of `code`, after its first call here: registers it. NULL when there is none to be had. */
+static void
+reserve_memory(struct backend_state *backend)
+{
+    _PyPerf_CodeMemory memory;
+    PyThreadState *ts = PyEval_SaveThread();
+    int status = backend->ops->reserve(&memory);
+    PyEval_RestoreThread(ts);
+    pthread_mutex_lock(&lock);
+    if (status < 0 || add_arena(backend, &memory) < 0) {
+        backend->failed = true;
+    }
+    pthread_mutex_unlock(&lock);
+}
+
+/* The slot of `code` after its first call here. NULL when there is none to be had. */
 static Py_NO_INLINE py_trampoline
 register_code(struct interp *interp, PyCodeObject *code)
 {
@@ -559,7 +579,8 @@ register_code(struct interp *interp, PyCodeObject *code)
     PyErr_Fetch(&type, &value, &traceback);
     struct backend_state *backend = active_backend;
     uintptr_t slot = 0;
-    if (request_index(interp, backend) == 0) {
+    bool done = request_index(interp, backend) < 0;
+    while (!done) {
         pthread_mutex_lock(&lock);
         slot = (uintptr_t)_PyPerf_CodeExtraAt(code, backend->extra_index);     /* another thread may have been here */
         if (slot == 0) {
@@ -567,9 +588,14 @@ register_code(struct interp *interp, PyCodeObject *code)
             if (slot != 0 && PyUnstable_Code_SetExtra((PyObject *)code, backend->extra_index, (void *)slot) < 0) {
                 slot_died(backend, slot);
                 slot = 0;
+                done = true;
             }
         }
+        done = done || slot != 0 || backend->failed;
         pthread_mutex_unlock(&lock);
+        if (!done) {
+            reserve_memory(backend);
+        }
     }
     PyErr_Clear();
     PyErr_Restore(type, value, traceback);

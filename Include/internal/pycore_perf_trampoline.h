@@ -23,23 +23,29 @@ typedef struct {
     uint32_t e_flags;
     const unsigned char *code;          /* one trampoline */
     size_t code_size;
-    const unsigned char *eh_frame;      /* its CIE and FDE; address and range are zero */
-    size_t eh_frame_size;
-    size_t initial_location_offset;     /* of the FDE's two fields, from the CIE's first byte */
-    size_t address_range_offset;
+    uint8_t elf_class, elf_data;
+    uint8_t hash_entry_size;            /* of DT_HASH's words: 4 but for some ABIs */
 } _PyPerf_Template;
 
 /* NULL where this architecture has no trampoline, or where *out_reason says why it must not be used (the linked
    routine is not the one that the unwind data was made from). */
 extern const _PyPerf_Template *_PyPerf_GetTemplate(const char **out_reason);
 
-/* Write the unwind data of one code region to `eh_frame` (template->eh_frame_size bytes, the CIE and the FDE).
-   `code_offset` is the region's address relative to `eh_frame`'s, `code_size` its bytes. */
-extern void elf_init_ehframe_perf(uint8_t *eh_frame, int32_t code_offset, uint32_t code_size);
+/* Copies of the trampoline at equal distances. Offsets are from the .eh_frame that describes them. */
+typedef struct {
+    int32_t code_offset;                /* of the first */
+    uint32_t code_size;                 /* bytes of each that the unwind data is for */
+    uint32_t spacing;
+    size_t num_regions;
+} _PyPerf_CodeRegions;
 
-/* Write the .eh_frame_hdr that stands directly behind that .eh_frame; its search table has one entry. */
-#define _PyPerf_EH_FRAME_HDR_SIZE 20
-extern void elf_init_ehframe_hdr_perf(uint8_t *eh_frame_hdr, int32_t code_offset);
+/* Write their unwind data to `eh_frame`: one CIE and an FDE for each, elf_ehframe_size_perf() bytes. */
+extern size_t elf_ehframe_size_perf(size_t num_regions);
+extern void elf_init_ehframe_perf(uint8_t *eh_frame, const _PyPerf_CodeRegions *regions);
+
+/* Write the .eh_frame_hdr that stands at `hdr_offset` from that .eh_frame, with its search table. */
+#define _PyPerf_EH_FRAME_HDR_SIZE(num_regions) (12 + 8 * (size_t)(num_regions))
+extern void elf_init_ehframe_hdr_perf(uint8_t *eh_frame_hdr, int32_t hdr_offset, const _PyPerf_CodeRegions *regions);
 
 /* --- perf_trampoline.c: slots, hook, life cycle --- */
 
@@ -47,18 +53,23 @@ typedef struct {
     uintptr_t base;
     size_t slot_size;
     size_t num_slots;
+    void *image;                        /* the backend's own */
 } _PyPerf_CodeMemory;
 
-/* What a backend does. All calls are made under one lock, by the thread that registers a function. */
+/* publish() found no more room in this memory for a name. */
+#define _PyPerf_FULL 1
+
+/* What a backend does. All calls but reserve() are made under one lock, by the thread that registers a function. */
 typedef struct {
     const char *name;
     /* Records carry time: an address may be let again to another function. */
     bool relets;
     int (*open)(void);
-    /* Executable, not writable memory in which every slot holds a trampoline. */
+    /* Executable, not writable memory in which every slot holds a trampoline. Called with no lock held, not even the
+       interpreter's, and perhaps by several threads: it may load a shared object, whose loader has a lock of its own. */
     int (*reserve)(_PyPerf_CodeMemory *out_memory);
-    /* Tell profilers that `slot` runs `code`. When it returns, another process can read it. */
-    int (*publish)(uintptr_t slot, PyCodeObject *code);
+    /* Tell profilers that `slot` runs `code`. When it returns 0, another process can read it. */
+    int (*publish)(const _PyPerf_CodeMemory *memory, uintptr_t slot, PyCodeObject *code);
     /* No living function uses these pages; a thread may still return through them. */
     void (*retire)(void *pages, size_t size);
     /* In the child: let go of the parent's files; async-signal-safe. */
@@ -70,10 +81,18 @@ typedef struct {
 
 extern const _PyPerf_Backend _PyPerf_map_backend;
 extern const _PyPerf_Backend _PyPerf_jitdump_backend;
+extern const _PyPerf_Backend _PyPerf_elf_backend;
 
-/* reserve() and retire() of the backends whose slots live in anonymous memory. */
-extern int _PyPerf_ReserveAnonymous(_PyPerf_CodeMemory *out_memory, size_t slot_size);
+/* Where images are made: the first directory of the list that can hold one. */
+extern void _PyPerfElf_SetDirectories(const char *colon_separated);
+
+/* reserve() and retire() of the backends whose slots live in anonymous memory. `original` is a backend's one piece of
+   shared memory, mapped read-only; every arena is another mapping of it, executable. */
+extern int _PyPerf_ReserveAnonymous(_PyPerf_CodeMemory *out_memory, void *_Atomic *original, size_t slot_size);
 extern void _PyPerf_RetirePages(void *pages, size_t size);
+
+/* Put a trampoline into every slot. */
+extern void _PyPerf_FillSlots(char *memory, size_t size, size_t slot_size);
 
 /* Check the private layouts in pycore_perf_compat.h on this very interpreter: 1 when they hold, 0 when they do not,
    -1 with a Python exception. */

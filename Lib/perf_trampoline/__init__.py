@@ -16,8 +16,8 @@ from . import _perf_trampoline as _core
 
 __all__ = ["BACKENDS", "activate", "deactivate", "is_active", "status"]
 
-BACKENDS = ("perf", "perf_jit")
-"""perf: /tmp/perf-PID.map; perf_jit: /tmp/jit-PID.dump, for perf inject --jit."""
+BACKENDS = ("perf", "perf_jit", "perf_elf")
+"""perf: /tmp/perf-PID.map; perf_jit: /tmp/jit-PID.dump, for perf inject --jit; perf_elf: shared objects, for all."""
 
 
 def activate(backend="perf"):
@@ -34,6 +34,8 @@ def activate(backend="perf"):
         raise ValueError(f"perf trampoline not available: {reason}")
     if (jit := getattr(sys, "_jit", None)) is not None and jit.is_enabled():
         raise ValueError("Cannot activate the perf trampoline if the JIT is active")
+    if backend == "perf_elf":
+        _core.set_directories(":".join(image_directories()))
     _take_over()
     _reinitialize_after_fork()
     _core.activate(backend)
@@ -80,6 +82,24 @@ def is_set(variable):
 def native_is_wanted():
     """Is the interpreter's own trampoline to be left in place?"""
     return "perf_native" in sys._xoptions or is_set("PYTHON_PERF_NATIVE")
+
+
+def image_directories():
+    """Where ELF images are made, the first that can hold one: -X perf_elf=DIR or PERF_TRAMPOLINE_DIR, else a list.
+
+    perf up to 6.x takes any file whose name begins with /tmp/perf- for a perf map, so none may be there.
+    """
+    chosen = sys._xoptions.get("perf_elf")
+    if not isinstance(chosen, str):
+        chosen = os.environ.get("PERF_TRAMPOLINE_DIR")
+    if chosen:
+        chosen = os.path.abspath(chosen)
+        if chosen.startswith("/tmp/perf-"):
+            raise ValueError(f"perf reads no images in {chosen}: choose a directory that does not begin with /tmp/perf-")
+        return [chosen]
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return [f"/tmp/python-perf-{os.geteuid()}", f"{cache}/perf-trampoline-images",
+            f"/dev/shm/python-perf-{os.geteuid()}"]
 
 
 def _native(name):

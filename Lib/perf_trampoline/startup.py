@@ -4,7 +4,8 @@ import sys
 
 import perf_trampoline
 
-SWITCHES = (("perf_jit", "PYTHON_PERF_JIT_SUPPORT"), ("perf", "PYTHONPERFSUPPORT"))
+SWITCHES = (
+    ("perf_elf", "PYTHON_PERF_ELF_SUPPORT"), ("perf_jit", "PYTHON_PERF_JIT_SUPPORT"), ("perf", "PYTHONPERFSUPPORT"))
 
 
 def wanted():

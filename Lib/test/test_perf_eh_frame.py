@@ -143,7 +143,7 @@ class TableTests(TestCase):
             self.load(*reversed(self.lines))
 
     def test_half_filled_line_is_refused(self):
-        with self.refused(2, "17 columns, not 18"):
+        with self.refused(2, "18 columns, not 19"):
             self.load(self.lines[0].rpartition(" ")[0])
 
     def test_every_typed_column_is_checked(self):

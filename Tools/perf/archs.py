@@ -49,6 +49,7 @@ class Arch:
     sp: Register
     fp: Register            # or None
     ra: Register            # or None
+    hash_entry: int         # bytes
     status: str
 
     @property
@@ -99,7 +100,7 @@ _PARSERS = {
     "cpus": _list, "defines": _list, "chain_cflags": _list,
     "callee_saved": _callee_saved, "ra_column": int, "entry_cfa": _entry_cfa,
     "pc": int, "sp": _register, "fp": _register, "ra": _register,
-    "status": _status,
+    "hash_entry": int, "status": _status,
 }
 
 

@@ -102,6 +102,7 @@ def constants(trampoline, arch):
         "E_FLAGS": hex(trampoline.flags),
         "ELF_CLASS": str(trampoline.elf_class),
         "ELF_DATA": str(trampoline.elf_data),
+        "HASH_ENTRY_SIZE": str(arch.hash_entry),
         "CIE_SIZE": str(trampoline.eh_frame.cie_size),
         "INITIAL_LOCATION_OFFSET":
             str(trampoline.eh_frame.initial_location_offset),
@@ -171,7 +172,7 @@ def read_header(path, arch):
 
 
 # Two good assemblers may differ in e_flags, CIE version and alignment factors.
-COMPARED = ("ARCH", "E_MACHINE", "ELF_CLASS", "ELF_DATA")
+COMPARED = ("ARCH", "E_MACHINE", "ELF_CLASS", "ELF_DATA", "HASH_ENTRY_SIZE")
 
 
 def text_of(found, listing):
