@@ -163,8 +163,9 @@ at(const struct image *image, int section)
     return image->window + image->section[section].sh_offset - image->window_offset;
 }
 
+/* `head` is (A) and (B). */
 static void
-compose(struct image *image, char *file, size_t num_slots, size_t slot_size)
+compose(struct image *image, char *head, size_t num_slots, size_t slot_size)
 {
     static const char *const names[NUM_SECTIONS] = {
         "", ".text", ".hash", ".dynsym", ".dynstr", ".eh_frame_hdr", ".eh_frame", ".dynamic",
@@ -173,7 +174,7 @@ compose(struct image *image, char *file, size_t num_slots, size_t slot_size)
     const char *reason;
     const _PyPerf_Template *template = _PyPerf_GetTemplate(&reason);
     Elf64_Shdr *section = image->section;
-    Elf64_Ehdr *ehdr = (Elf64_Ehdr *)file;
+    Elf64_Ehdr *ehdr = (Elf64_Ehdr *)head;
     Elf64_Phdr *phdr = (Elf64_Phdr *)(ehdr + 1);
     const uint64_t page_size = sysconf(_SC_PAGESIZE);
     const uint64_t rodata = section[HASH].sh_offset;
@@ -200,7 +201,7 @@ compose(struct image *image, char *file, size_t num_slots, size_t slot_size)
         .e_shentsize = sizeof(*section), .e_shnum = NUM_SECTIONS, .e_shstrndx = SHSTRTAB,
     };
     memcpy(phdr, phdrs, sizeof(phdrs));
-    _PyPerf_FillSlots(file + section[TEXT].sh_offset, section[TEXT].sh_size, slot_size);
+    _PyPerf_FillSlots(head + section[TEXT].sh_offset, section[TEXT].sh_size, slot_size);
 
     /* nbucket, nchain; the bucket and the chain stay empty. */
     uint64_t hash[2] = {1, num_slots + 1};
@@ -248,7 +249,10 @@ compose(struct image *image, char *file, size_t num_slots, size_t slot_size)
     for (int i = 1, name = 1; i < NUM_SECTIONS; i++) {
         section[i].sh_name = name;
         name += sprintf(at(image, SHSTRTAB) + name, "%s", names[i]) + 1;
+        section[SHSTRTAB].sh_size = name;
     }
+    section[DEBUG_INFO].sh_size = sizeof(struct compile_unit);
+    section[DEBUG_LINE].sh_size = sizeof(struct line_header);
 }
 
 /* Lay the sections out; returns the size of the file. Their sizes are the room for them: the debugging information's
@@ -322,7 +326,7 @@ static void
 release_window(struct image *image)
 {
     if (image->window != NULL) {
-        munmap(image->window, image->window_size);
+        _PyPerfWindow_Unmap(image->window, image->window_size);
         image->window = NULL;
     }
 }
@@ -347,31 +351,26 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
         return -1;
     }
     Elf64_Shdr sections[NUM_SECTIONS] = {0};
-    size_t size = lay_out(image, sections, num_slots, slot_size);
+    const size_t size = lay_out(image, sections, num_slots, slot_size);
+    const size_t code_end = sections[HASH].sh_offset;
     /* Allocated, for a store into a hole of a full file system is a SIGBUS. */
-    char *file = MAP_FAILED;
-    if ((errno = posix_fallocate(fd, 0, size)) == 0) {
-        file = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    char *head = NULL;
+    if ((errno = posix_fallocate(fd, 0, size)) == 0 && (head = _PyPerfWindow_Map(fd, 0, code_end)) != NULL) {
+        image->window = _PyPerfWindow_Map(fd, code_end, size - code_end);
     }
-    if (file == MAP_FAILED) {
+    if (image->window == NULL) {
         *out_reason = strerror(errno);
         goto error;
     }
     image->names_size = 1;
-    image->window_offset = sections[HASH].sh_offset;
-    image->window = file + image->window_offset;
-    image->window_size = size - image->window_offset;
-    image->section = (Elf64_Shdr *)(file + size - sizeof(sections));
+    image->window_offset = code_end;
+    image->window_size = size - code_end;
+    image->section = (Elf64_Shdr *)(image->window + image->window_size - sizeof(sections));
     memcpy(image->section, sections, sizeof(sections));
-    compose(image, file, num_slots, slot_size);
-    image->section[DEBUG_INFO].sh_size = sizeof(struct compile_unit);
-    image->section[DEBUG_LINE].sh_size = sizeof(struct line_header);
-    image->section[SHSTRTAB].sh_size = 1;
-    for (int i = 1; i < NUM_SECTIONS; i++) {
-        image->section[SHSTRTAB].sh_size += strlen(at(image, SHSTRTAB) + image->section[i].sh_name) + 1;
-    }
-    munmap(file, image->window_offset);     /* code is never mapped writable and executable, in two places either */
-    madvise(image->window, image->window_size, MADV_DONTFORK);
+    compose(image, head, num_slots, slot_size);
+    /* Code is never mapped writable and executable, in two places either. */
+    _PyPerfWindow_Unmap(head, code_end);
+    head = NULL;
 
     handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     struct link_map *map;
@@ -382,13 +381,18 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
         goto error;
     }
     close(fd);
+    const uintptr_t base = map->l_addr + sections[TEXT].sh_offset;
+    _PyPerfWindow_Guard((void *)base, code_end - sections[TEXT].sh_offset, slot_size);
     *out_memory = (_PyPerf_CodeMemory){
-        .base = map->l_addr + sections[TEXT].sh_offset, .slot_size = slot_size, .num_slots = num_slots, .image = image,
+        .base = base, .slot_size = slot_size, .num_slots = num_slots, .image = image,
     };
     snprintf(image_path, sizeof(image_path), "%s", path);
     return 0;
 
 error:
+    if (head != NULL) {
+        _PyPerfWindow_Unmap(head, code_end);
+    }
     release_window(image);
     free(image);
     unlink(path);
@@ -502,6 +506,10 @@ elf_publish(const _PyPerf_CodeMemory *memory, uintptr_t slot, PyCodeObject *code
     symbol->st_value = defined.st_value;
     symbol->st_size = defined.st_size;
     __atomic_store_n((uint64_t *)symbol, first_word, __ATOMIC_RELEASE);
+    if (_PyPerfWindow_IsLost(image->window)) {
+        release_window(image);
+        return _PyPerf_Fail("%s was truncated", image_path);
+    }
     if (index + 1 == memory->num_slots) {
         release_window(image);
     }

@@ -5,13 +5,20 @@
    mapping: every store is in the file at once, and stays there after SIGKILL. The room is allocated, not only a longer
    length: a store into a hole of a full file system would be a SIGBUS.
 
-   The mapping is the process's own; a forked child does not even inherit it (MADV_DONTFORK). */
+   The mapping is the process's own; a forked child does not even inherit it (MADV_DONTFORK).
+
+   Should somebody truncate the file, the next store would be a SIGBUS, and kill the program. A handler puts private
+   memory under that window: the store goes there, and the file is given up. The code of an ELF image is in a file as
+   well; it is made anew. */
 
 #include "pycore_perf_trampoline.h"
 
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -21,6 +28,128 @@
 /* The tail that stays unused in a map is at most this long. */
 #define SHARED_ROOM (16 * 1024)
 #define OWN_ROOM (256 * 1024)
+
+/* --- Windows --- */
+
+static struct {
+    _Atomic uintptr_t start;            /* 0: free */
+    _Atomic size_t size;
+    _Atomic size_t slot_size;           /* 0: not code */
+    atomic_bool lost;
+} windows[256];
+#define NUM_WINDOWS (sizeof(windows) / sizeof(windows[0]))
+
+static atomic_int num_lost;
+static struct sigaction former_action;
+
+static void
+handle_sigbus(int signum, siginfo_t *info, void *context)
+{
+    uintptr_t address = (uintptr_t)info->si_addr;
+    for (size_t i = 0; i < NUM_WINDOWS; i++) {
+        void *start = (void *)windows[i].start;
+        size_t size = windows[i].size, slot_size = windows[i].slot_size;
+        if (start != NULL && address - (uintptr_t)start < size
+            && mmap(start, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED)
+        {
+            if (slot_size != 0) {
+                _PyPerf_FillSlots(start, size, slot_size);
+                mprotect(start, size, PROT_READ | PROT_EXEC);
+            }
+            windows[i].lost = true;
+            num_lost++;
+            return;
+        }
+    }
+    /* Not ours. Without a former handler the fault happens again, and ends the process as it would have. */
+    if (former_action.sa_flags & SA_SIGINFO) {
+        former_action.sa_sigaction(signum, info, context);
+    }
+    else if (former_action.sa_handler != SIG_DFL && former_action.sa_handler != SIG_IGN) {
+        former_action.sa_handler(signum);
+    }
+    else {
+        sigaction(SIGBUS, &former_action, NULL);
+    }
+}
+
+static void
+install_handler(void)
+{
+    struct sigaction action = {.sa_sigaction = handle_sigbus, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGBUS, &action, &former_action);
+}
+
+bool
+_PyPerfWindow_Guard(void *start, size_t size, size_t slot_size)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, install_handler);
+    for (size_t i = 0; i < NUM_WINDOWS; i++) {
+        uintptr_t none = 0;
+        if (atomic_compare_exchange_strong(&windows[i].start, &none, (uintptr_t)start)) {
+            windows[i].slot_size = slot_size;
+            windows[i].lost = false;
+            windows[i].size = size;
+            return true;
+        }
+    }
+    return false;
+}
+
+char *
+_PyPerfWindow_Map(int fd, off_t offset, size_t size)
+{
+    char *window = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, offset);
+    if (window == MAP_FAILED) {
+        return NULL;
+    }
+    if (!_PyPerfWindow_Guard(window, size, 0)) {
+        munmap(window, size);
+        errno = ENOMEM;
+        return NULL;
+    }
+    madvise(window, size, MADV_DONTFORK);
+    return window;
+}
+
+void
+_PyPerfWindow_Unmap(char *window, size_t size)
+{
+    for (size_t i = 0; i < NUM_WINDOWS; i++) {
+        uintptr_t start = (uintptr_t)window;
+        if (atomic_compare_exchange_strong(&windows[i].start, &start, 0)) {
+            munmap(window, size);
+        }
+    }
+}
+
+bool
+_PyPerfWindow_IsLost(const char *window)
+{
+    if (num_lost == 0) {
+        return false;
+    }
+    for (size_t i = 0; i < NUM_WINDOWS; i++) {
+        if (windows[i].start == (uintptr_t)window) {
+            return windows[i].lost;
+        }
+    }
+    return true;
+}
+
+void
+_PyPerfWindow_AfterFork(void)
+{
+    for (size_t i = 0; i < NUM_WINDOWS; i++) {
+        if (windows[i].slot_size == 0) {
+            windows[i].start = 0;
+        }
+    }
+}
+
+/* --- Files --- */
 
 /* Has this process the file open, through another descriptor than `fd`? */
 static bool
@@ -84,7 +213,7 @@ static void
 release_window(_PyPerf_File *file)
 {
     if (file->window != NULL) {
-        munmap(file->window, file->window_size);
+        _PyPerfWindow_Unmap(file->window, file->window_size);
         file->window = NULL;
     }
 }
@@ -122,14 +251,12 @@ _PyPerfFile_Reserve(_PyPerf_File *file, size_t size)
         off_t offset;
         size_t room = take_room(file, size, &offset);
         size_t lead = room == 0 ? 0 : offset % sysconf(_SC_PAGESIZE);
-        char *window = room == 0 ? MAP_FAILED : mmap(NULL, lead + room, PROT_READ | PROT_WRITE, MAP_SHARED, file->fd,
-                                                     offset - (off_t)lead);
-        if (window == MAP_FAILED) {
+        char *window = room == 0 ? NULL : _PyPerfWindow_Map(file->fd, offset - (off_t)lead, lead + room);
+        if (window == NULL) {
             _PyPerf_Fail("cannot write %s: %s", file->path, strerror(errno));
             errno = saved_errno;
             return NULL;
         }
-        madvise(window, lead + room, MADV_DONTFORK);
         release_window(file);
         file->window = window;
         file->window_size = lead + room;
@@ -140,6 +267,18 @@ _PyPerfFile_Reserve(_PyPerf_File *file, size_t size)
     char *reserved = file->window + file->window_used;
     file->window_used += size;
     return reserved;
+}
+
+int
+_PyPerfFile_Commit(_PyPerf_File *file)
+{
+    if (_PyPerfWindow_IsLost(file->window)) {
+        release_window(file);
+        close(file->fd);
+        file->fd = -1;
+        return _PyPerf_Fail("%s was truncated", file->path);
+    }
+    return 0;
 }
 
 void

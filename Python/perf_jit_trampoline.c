@@ -147,7 +147,7 @@ jitdump_publish(const _PyPerf_CodeMemory *Py_UNUSED(memory), uintptr_t slot, PyC
     memcpy(&first_word, &unwinding, 8);
     memcpy(group + 8, (char *)&unwinding + 8, sizeof(unwinding) - 8);
     __atomic_store_n((uint64_t *)group, first_word, __ATOMIC_RELEASE);
-    return 0;
+    return _PyPerfFile_Commit(&dump_file);
 }
 
 static void

@@ -52,7 +52,7 @@ map_publish(const _PyPerf_CodeMemory *Py_UNUSED(memory), uintptr_t slot, PyCodeO
     memcpy(line, start, start_size);
     memcpy(line + start_size + 4, name, name_size);
     __atomic_store_n((uint32_t *)(line + start_size), word, __ATOMIC_RELEASE);
-    return 0;
+    return _PyPerfFile_Commit(&map_file);
 }
 
 static void

@@ -784,6 +784,7 @@ after_fork_in_child(void)
     pthread_mutex_init(&lock, NULL);
     process_id = 0;
     this_thread.thread_id = 0;
+    _PyPerfWindow_AfterFork();
     for (struct backend_state *backend = backends; backend < backends + NUM_BACKENDS; backend++) {
         for (size_t i = 0; i < backend->num_arenas; i++) {
             backend->arenas[i]->inherited = true;

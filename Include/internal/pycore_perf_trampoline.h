@@ -139,6 +139,19 @@ extern size_t _PyPerf_EncodePath(PyObject *text, char *path, size_t size);
 
 /* --- perf_file.c: files that are written through a shared mapping --- */
 
+/* Map a piece of a file for writing, not inherited by children. NULL with errno. */
+extern char *_PyPerfWindow_Map(int fd, off_t offset, size_t size);
+extern void _PyPerfWindow_Unmap(char *window, size_t size);
+
+/* Has the file been truncated under a store? What was stored since is not in it. */
+extern bool _PyPerfWindow_IsLost(const char *window);
+
+/* Make executable pages of a file survive its truncation: they become memory with trampolines. False: no room. */
+extern bool _PyPerfWindow_Guard(void *start, size_t size, size_t slot_size);
+
+/* In a child: it has none of the mapped ones. */
+extern void _PyPerfWindow_AfterFork(void);
+
 typedef struct {
     char path[64];
     int fd;                             /* -1: not open */
@@ -158,6 +171,9 @@ extern int _PyPerfFile_Open(_PyPerf_File *file, const char *path, bool appended_
 /* `size` bytes of room at the end of the file, or NULL; zeros, or newlines in a file appended to by others. What is
    stored there is at once in the file, whatever becomes of this process. */
 extern char *_PyPerfFile_Reserve(_PyPerf_File *file, size_t size);
+
+/* After the stores: are they in the file? */
+extern int _PyPerfFile_Commit(_PyPerf_File *file);
 
 /* Give the file its final length. */
 extern void _PyPerfFile_Close(_PyPerf_File *file);

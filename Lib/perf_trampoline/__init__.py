@@ -35,7 +35,9 @@ def activate(backend="perf"):
     if (jit := getattr(sys, "_jit", None)) is not None and jit.is_enabled():
         raise ValueError("Cannot activate the perf trampoline if the JIT is active")
     if backend == "perf_elf":
-        _core.set_directories(":".join(image_directories()))
+        from . import images
+        _core.set_directories(":".join(images.directories()))
+        images.purge(images.KEPT_SECONDS)
     _take_over()
     _reinitialize_after_fork()
     _core.activate(backend)
@@ -69,6 +71,19 @@ def status():
     failure       str, why the last activation or registration did not succeed; None when it did
     """
     return _core.status() | {"unavailable": _core.unavailable()}
+
+
+def is_set(variable):
+    """Is this environment variable a number that is not 0?  So CPython reads them; never under -E or -I."""
+    try:
+        return not sys.flags.ignore_environment and int(os.environ.get(variable, "0")) != 0
+    except ValueError:
+        return False
+
+
+def native_is_wanted():
+    """Is the interpreter's own trampoline to be left in place?"""
+    return "perf_native" in sys._xoptions or is_set("PYTHON_PERF_NATIVE")
 
 
 def is_set(variable):

@@ -90,6 +90,9 @@ class Verdict:
         callers = len(os.path.commonprefix(list(expected.values())))
         driver = {tuple(stack[:depth]) for stack in expected.values() for depth in range(callers, len(stack))}
         leaves = {tuple(stack): leaf for leaf, stack in expected.items()}
+        leaves.update({(*expected[leaf], callee): leaf
+                       for leaf, entry in thread['leaves'].items() for callee in entry['callees']})
+        owner = {names[-1]: leaf for names, leaf in leaves.items()}
         if innermost_may_be_missing:
             leaves.update({tuple(stack[:-1]): leaf for leaf, stack in expected.items()})
 
@@ -105,7 +108,7 @@ class Verdict:
             walked, reached_start = walk(stack, mode)
             names = tuple(name[0] for frame in reversed(walked) if (name := python_name(frame)))
             if names:
-                found[leaves.get(names) or (names[-1] if names[-1] in expected else 'driver')] += 1
+                found[leaves.get(names) or owner.get(names[-1], 'driver')] += 1
             if fault := _fault(stack, walked, reached_start):
                 self.stops[fault] += 1
             elif not reached_start:
@@ -117,7 +120,7 @@ class Verdict:
                     self.stops[_place(walked)] += 1
             elif names in leaves or names in driver:
                 self.whole += 1
-            elif any(_is_part(names, stack) for stack in expected.values()):
+            elif any(_is_part(names, stack) for stack in leaves):
                 self.stops['none, but a frame is missing'] += 1
             else:
                 self.stops['none, but a frame is wrong'] += 1

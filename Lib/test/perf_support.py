@@ -115,13 +115,10 @@ class ProgramTest(unittest.TestCase):
         return done
 
     def run_in_private_tmp(self, mount_options, source, **run_options):
-        """Run `source` with a /tmp of its own, which goes with it.
-
-        The program mounts it when it has started: its interpreter may lie below /tmp.
-        """
+        """Run `source`, which calls mount_tmp() to get a /tmp of its own: not before it has imported what lies below."""
         unshare = next(filter(_can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
         if unshare is None:
             self.skipTest('this user cannot mount a /tmp of its own')
         mount = ['mount', '-t', 'tmpfs', '-o', mount_options, 'none', '/tmp']
-        prelude = f'import subprocess, os, sys, perf_trampoline\nsubprocess.run({mount}, check=True)\n'
+        prelude = f'import subprocess, perf_trampoline\ndef mount_tmp(): subprocess.run({mount}, check=True)\n'
         return self.run_program(prelude + textwrap.dedent(source), python=[*unshare, sys.executable], **run_options)

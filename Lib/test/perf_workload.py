@@ -6,12 +6,12 @@ The main thread, then a second one, call each leaf below in turn through callers
 blocks of milliseconds, and measure them with the thread's CPU clock. Between the two stamps of a
 thread's window nothing else of weight runs in it. The report, JSON on standard output:
 
-    {"pid": PID, "threads": [{"tid": TID, "start": NS, "end": NS, "cpu": NS,
-                              "leaves": {QUALNAME: {"cpu": NS, "stack": [QUALNAME, ...]}}}]}
+    {"pid": PID, "threads": [{"tid": TID, "start": NS, "end": NS, "cpu": NS, "leaves": {
+        QUALNAME: {"cpu": NS, "stack": [QUALNAME, ...], "callees": [QUALNAME, ...]}}}]}
 
-The stamps are CLOCK_MONOTONIC, `cpu` is CPU time, a stack begins at its outermost frame. A leaf's
-immediate caller calls no other leaf: where a profiler cannot show the innermost frame, the one
-before it still tells whose sample it is.
+The stamps are CLOCK_MONOTONIC, `cpu` is CPU time, a stack begins at its outermost frame. One of its
+callees may follow the leaf, and belongs to it. A leaf's immediate caller calls no other leaf: where
+a profiler cannot show the innermost frame, the one before it still tells whose sample it is.
 """
 
 import json
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 
-BLOCK = 50_000      # turns of a leaf's loop for one unit of weight: some milliseconds
+BLOCK = 100_000     # turns of a leaf's loop for one unit of weight: some milliseconds
 
 
 # Leaf and callers: a plain function.
@@ -107,9 +107,31 @@ def coroutine_outer(turns):
         return stop.value
 
 
+# Many small calls: samples fall into the prologues and epilogues of everything on the way.
+def callee(number):
+    return number & 7
+
+
+def calling_leaf(turns):
+    total = 0
+    for i in range(turns >> 2):
+        total += callee(i)
+    return total
+
+
+def calling_inner(turns):
+    return calling_leaf(turns)
+
+
+def calling_outer(turns):
+    return calling_inner(turns)
+
+
+CALLEES = {'calling_leaf': ['callee']}
 # (call, weight, the frames below `measure`). The weights differ, to tell the shares apart.
 LEAVES = [
     (plain_outer, 5, ['plain_outer', 'plain_inner', 'plain_leaf']),
+    (calling_outer, 4, ['calling_outer', 'calling_inner', 'calling_leaf']),
     (Sums.outer, 4, ['Sums.outer', 'Sums.inner', 'Sums.leaf']),
     (closure_outer, 3, ['closure_outer', 'closure_outer.<locals>.inner',
                         'closure_outer.<locals>.leaf']),
@@ -133,7 +155,8 @@ def measure(callers, cpu_seconds, reports):
     reports.append({
         'tid': threading.get_native_id(), 'start': start, 'end': time.monotonic_ns(),
         'cpu': now - cpu_start,
-        'leaves': {stack[-1]: {'cpu': cpu[stack[-1]], 'stack': [*callers, 'measure', *stack]}
+        'leaves': {stack[-1]: {'cpu': cpu[stack[-1]], 'stack': [*callers, 'measure', *stack],
+                               'callees': CALLEES.get(stack[-1], [])}
                    for _, _, stack in LEAVES}})
 
 

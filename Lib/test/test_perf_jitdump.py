@@ -31,8 +31,8 @@ def path():
     return f'/tmp/jit-{{os.getpid()}}.dump'
 def function(qualname, filename='/x.py', plain=(lambda: None).__code__):
     return types.FunctionType(plain.replace(co_name='f', co_qualname=qualname, co_filename=filename), {{}})
-sys.activate_stack_trampoline('perf_jit')
 '''
+ACTIVATE = "sys.activate_stack_trampoline('perf_jit')\n"
 
 
 def align(number, unit):
@@ -132,7 +132,7 @@ class ReaderTest(unittest.TestCase):
 class DumpTest(ProgramTest):
 
     def run_program(self, source, *options, **run_options):
-        return super().run_program(PRELUDE + source, *options, **run_options)
+        return super().run_program(PRELUDE + ACTIVATE + source, *options, **run_options)
 
     def read(self, process, complete=True):
         """The header and the functions of the dump, each function as its three records."""
@@ -313,7 +313,7 @@ else:
 
     def test_records_are_whole_after_sigkill(self):
         for turn in range(50 if FULL else 8):
-            program = PRELUDE + '''
+            program = PRELUDE + ACTIVATE + '''
 for i in range(10 ** 9):
     function(f'killed_{i}', '/x' * 200)()
     os.write(1, b'%d\\n' % i)
@@ -356,6 +356,8 @@ class TroubleTest(ProgramTest):
 
     SOURCE = PRELUDE + '''
 import jitdump
+mount_tmp()
+sys.activate_stack_trampoline('perf_jit')
 for i in range(3000):
     assert function(f'f_{i}')() is None
 print(sys.is_stack_trampoline_active(), perf_trampoline.status()['failure'])
@@ -405,7 +407,7 @@ churn(5000, 105000)
 print(resident() - before)
 '''
         profiled = int(self.run_program(growth).stdout)
-        plain = int(super().run_program(PRELUDE + 'sys.deactivate_stack_trampoline()' + growth).stdout)
+        plain = int(super().run_program(PRELUDE + growth).stdout)
         self.assertLess(profiled - plain, 2048)
 
 

@@ -280,6 +280,7 @@ class DiskTest(ProgramTest):
     """A file system that cannot take the map costs names, and nothing else."""
 
     SOURCE = PRELUDE + '''
+mount_tmp()
 sys.activate_stack_trampoline('perf')
 for i in range(3000):
     assert function(f'f_{i}', '/x' * 50)() is None

@@ -146,7 +146,8 @@ class JudgeTest(unittest.TestCase):
     def setUp(self):
         self.report = {'threads': [{
             'tid': 7, 'start': 100, 'end': 200, 'cpu': 10_000,
-            'leaves': {leaf: {'cpu': share * 100, 'stack': self.stack_of(leaf)} for leaf, share in self.SHARES.items()},
+            'leaves': {leaf: {'cpu': share * 100, 'stack': self.stack_of(leaf), 'callees': [f'{leaf}_callee']}
+                       for leaf, share in self.SHARES.items()},
         }]}
         self.samples = [self.sample(self.stack_of(leaf))
                         for leaf, share in self.SHARES.items() for _ in range(share * 70)]
@@ -171,6 +172,12 @@ class JudgeTest(unittest.TestCase):
 
     def test_good_profile_passes(self):
         self.assertEqual(self.problems(), '')
+
+    def test_callees_belong_to_their_leaf(self):
+        self.samples[:1000] = [self.sample([*self.stack_of('a'), 'a_callee'])] * 1000
+        self.assertEqual(self.problems(), '')
+        self.samples[:1000] = [self.sample([*self.stack_of('a'), 'b_callee'])] * 1000
+        self.assertIn('whole', self.problems())
 
     def test_callers_alone_are_whole_but_few(self):
         self.samples[:60] = [self.sample(self.stack_of('a')[:-1])] * 60

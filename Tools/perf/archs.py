@@ -29,6 +29,13 @@ class Register:
 
 
 @dataclasses.dataclass(frozen=True)
+class Chain:
+    next: int
+    ra: int
+    ra_in_next: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Arch:
     """One line of the table; the table's head explains the columns."""
 
@@ -50,6 +57,7 @@ class Arch:
     fp: Register            # or None
     ra: Register            # or None
     hash_entry: int         # bytes
+    chain: Chain
     status: str
 
     @property
@@ -67,6 +75,11 @@ def _list(text):
 
 def _register(text):
     return None if text == "-" else Register(*map(int, text.split("@")))
+
+
+def _chain(text):
+    following, ra = text.split(",")
+    return Chain(int(following), int(ra.removeprefix("^")), ra.startswith("^"))
 
 
 def _callee_saved(text):
@@ -100,7 +113,7 @@ _PARSERS = {
     "cpus": _list, "defines": _list, "chain_cflags": _list,
     "callee_saved": _callee_saved, "ra_column": int, "entry_cfa": _entry_cfa,
     "pc": int, "sp": _register, "fp": _register, "ra": _register,
-    "hash_entry": int, "status": _status,
+    "hash_entry": int, "chain": _chain, "status": _status,
 }
 
 

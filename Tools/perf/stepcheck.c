@@ -4,7 +4,8 @@
        stepcheck CALLS     prints what a call did not keep and exits with 1
 
    Built twice: with EVALUATOR defined it is that shared object. REGISTERS is R(name) for each callee-saved register of
-   the table, the stack pointer excepted. */
+   the table except the stack pointer and the frame pointer; only the compiler writes to these. FRAME is what the
+   latter holds, or NULL. */
 
 #include <stdint.h>
 
@@ -66,6 +67,7 @@ static const char *const names[] = {
 #undef R
 };
 static uint64_t before[num_registers], after[num_registers];
+static void *volatile frame_before, *volatile frame_after;
 static struct call sent;
 
 /* The compiler may expect after the call whatever it had in these registers. An operand tied to one ("0") is a move in
@@ -77,7 +79,9 @@ call(trampoline_t *routine)
 #define R(name) register uint64_t name __asm__(#name); __asm__ volatile("" : "=r"(name) : "0"(*in++));
     REGISTERS
 #undef R
+    frame_before = FRAME;
     void *result = routine((void *)sent.ts, (void *)sent.frame, (int)sent.throwflag, evaluator);
+    frame_after = FRAME;
     uint64_t *out = after;
 #define R(name) __asm__ volatile("" : "=r"(*out++) : "0"(name));
     REGISTERS
@@ -103,6 +107,7 @@ check_call(uint64_t direct_cfa)
     sent = (struct call){random_bits(), random_bits(), (int)random_bits(), random_bits(), direct_cfa};
     received = (struct call){.result = sent.result};
     int failed = differs("result", sent.result, call(slot));
+    failed |= differs("the frame pointer", (uintptr_t)frame_before, (uintptr_t)frame_after);
     for (int i = 0; i < num_registers; i++) {
         failed |= differs(names[i], before[i], after[i]);
     }
@@ -116,8 +121,7 @@ check_call(uint64_t direct_cfa)
 int
 main(int argc, char **argv)
 {
-    slot = (trampoline_t *)copy_trampoline(1, template.code_size, &eh_frame);
-    elf_init_ehframe_perf(eh_frame, (uint8_t *)slot - eh_frame, template.code_size);
+    slot = (trampoline_t *)make_slots(1, template.code_size, &eh_frame);
     evaluator = evaluator_address;
     call((trampoline_t *)(void (*)(void))evaluator);
     uint64_t direct_cfa = received.cfa;
