@@ -22,7 +22,8 @@
         -8     saved x30
        -16     saved x29 (FP, DWARF 29)    <- x29, sp during the call
 
-   Frame-pointer contract: x29 -> {saved x29, saved x30}.
+   Frame-pointer contract: x29 -> {saved x29, saved x30}.  The CFA stays
+   on sp, for the reason in asm_trampoline_x86_64.S.
 
    The return address is not signed: no perf we know of strips the signature
    from a return address found through CFI, so that a signed one ends the
@@ -40,10 +41,9 @@
         .cfi_offset x29, -16
         .cfi_offset x30, -8
     mov     x29, sp
-        .cfi_def_cfa_register x29
     blr     x3
     ldp     x29, x30, [sp], 16
-        .cfi_def_cfa sp, 0
+        .cfi_def_cfa_offset 0
         .cfi_restore x29
         .cfi_restore x30
     ret

@@ -25,6 +25,7 @@
 
    Frame-pointer contract: s0 = CFA; return address at s0-8, saved s0 at
    s0-16.  (On aarch64 the frame pointer points at the pair, here above it.)
+   The CFA stays on sp, for the reason in asm_trampoline_x86_64.S.
 
    Compression and relaxation are off so that code and CFI rows are the same
    whatever -march says. */
@@ -44,12 +45,10 @@
     sd      s0, 0(sp)
         .cfi_offset s0, -16
     addi    s0, sp, 16
-        .cfi_def_cfa s0, 0
     jalr    a3
     ld      ra, 8(sp)
         .cfi_restore ra
     ld      s0, 0(sp)
-        .cfi_def_cfa sp, 16
         .cfi_restore s0
     addi    sp, sp, 16
         .cfi_def_cfa_offset 0

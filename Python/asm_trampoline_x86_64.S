@@ -21,7 +21,9 @@
         -8     return address
        -16     saved rbp (DWARF 6)         <- rbp, rsp during the call
 
-   Frame-pointer contract: rbp -> {saved rbp, return address}. */
+   Frame-pointer contract: rbp -> {saved rbp, return address}.  The CFA stays
+   on rsp all the same: where the evaluator returns, compilers describe rbp by
+   a slot below rsp, which a profiler that copies the stack does not have. */
 
 #include "pycore_asm_trampoline.h"
 
@@ -34,10 +36,9 @@
         .cfi_def_cfa_offset 16
         .cfi_offset %rbp, -16
     mov     %rsp, %rbp
-        .cfi_def_cfa_register %rbp
     call    *%rcx
     pop     %rbp
-        .cfi_def_cfa %rsp, 8
+        .cfi_def_cfa_offset 8
         .cfi_restore %rbp
     ret
     .cfi_endproc

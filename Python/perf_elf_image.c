@@ -51,7 +51,8 @@ enum {
 struct image {
     char *window;               /* (C) to (E); NULL when full */
     size_t window_offset, window_size;
-    Elf64_Shdr *section;        /* NUM_SECTIONS of them */
+    Elf64_Shdr section[NUM_SECTIONS];
+    Elf64_Shdr *section_headers;    /* the same, in the window: never read, for its contents may be lost */
     size_t room[NUM_SECTIONS];
     size_t names_size;          /* of .dynstr's, with the empty one */
     uint32_t num_files;         /* in .debug_line */
@@ -196,7 +197,7 @@ compose(struct image *image, char *head, size_t num_slots, size_t slot_size)
     *ehdr = (Elf64_Ehdr){
         .e_ident = {ELFMAG0, ELFMAG1, ELFMAG2, ELFMAG3, template->elf_class, template->elf_data, EV_CURRENT},
         .e_type = ET_DYN, .e_machine = template->e_machine, .e_version = EV_CURRENT, .e_flags = template->e_flags,
-        .e_phoff = sizeof(*ehdr), .e_shoff = image->window_offset + ((char *)section - image->window),
+        .e_phoff = sizeof(*ehdr), .e_shoff = image->window_offset + ((char *)image->section_headers - image->window),
         .e_ehsize = sizeof(*ehdr), .e_phentsize = sizeof(*phdr), .e_phnum = Py_ARRAY_LENGTH(phdrs),
         .e_shentsize = sizeof(*section), .e_shnum = NUM_SECTIONS, .e_shstrndx = SHSTRTAB,
     };
@@ -253,13 +254,15 @@ compose(struct image *image, char *head, size_t num_slots, size_t slot_size)
     }
     section[DEBUG_INFO].sh_size = sizeof(struct compile_unit);
     section[DEBUG_LINE].sh_size = sizeof(struct line_header);
+    memcpy(image->section_headers, section, sizeof(image->section));
 }
 
 /* Lay the sections out; returns the size of the file. Their sizes are the room for them: the debugging information's
    grows later. */
 static size_t
-lay_out(struct image *image, Elf64_Shdr *section, size_t num_slots, size_t slot_size)
+lay_out(struct image *image, size_t num_slots, size_t slot_size)
 {
+    Elf64_Shdr *section = image->section;
     const char *reason;
     const _PyPerf_Template *template = _PyPerf_GetTemplate(&reason);
     const uint64_t page_size = sysconf(_SC_PAGESIZE);
@@ -350,9 +353,9 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
         free(image);
         return -1;
     }
-    Elf64_Shdr sections[NUM_SECTIONS] = {0};
-    const size_t size = lay_out(image, sections, num_slots, slot_size);
-    const size_t code_end = sections[HASH].sh_offset;
+    const Elf64_Shdr *section = image->section;
+    const size_t size = lay_out(image, num_slots, slot_size);
+    const size_t code_end = section[HASH].sh_offset;
     /* Allocated, for a store into a hole of a full file system is a SIGBUS. */
     char *head = NULL;
     if ((errno = posix_fallocate(fd, 0, size)) == 0 && (head = _PyPerfWindow_Map(fd, 0, code_end)) != NULL) {
@@ -365,8 +368,7 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     image->names_size = 1;
     image->window_offset = code_end;
     image->window_size = size - code_end;
-    image->section = (Elf64_Shdr *)(image->window + image->window_size - sizeof(sections));
-    memcpy(image->section, sections, sizeof(sections));
+    image->section_headers = (Elf64_Shdr *)(image->window + image->window_size - sizeof(image->section));
     compose(image, head, num_slots, slot_size);
     /* Code is never mapped writable and executable, in two places either. */
     _PyPerfWindow_Unmap(head, code_end);
@@ -381,8 +383,8 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
         goto error;
     }
     close(fd);
-    const uintptr_t base = map->l_addr + sections[TEXT].sh_offset;
-    _PyPerfWindow_Guard((void *)base, code_end - sections[TEXT].sh_offset, slot_size);
+    const uintptr_t base = map->l_addr + section[TEXT].sh_offset;
+    _PyPerfWindow_Guard((void *)base, code_end - section[TEXT].sh_offset, slot_size);
     *out_memory = (_PyPerf_CodeMemory){
         .base = base, .slot_size = slot_size, .num_slots = num_slots, .image = image,
     };
@@ -487,11 +489,11 @@ elf_publish(const _PyPerf_CodeMemory *memory, uintptr_t slot, PyCodeObject *code
 
     /* Lengths after what they are the lengths of, and a section's before its unit's: a reader finds whole entries. */
     atomic_thread_fence(memory_order_release);
-    section[DEBUG_LINE].sh_size += line_size;
-    section[DEBUG_INFO].sh_size += info_size;
+    image->section_headers[DEBUG_LINE].sh_size = section[DEBUG_LINE].sh_size += line_size;
+    image->section_headers[DEBUG_INFO].sh_size = section[DEBUG_INFO].sh_size += info_size;
     atomic_thread_fence(memory_order_release);
-    ((struct line_header *)at(image, DEBUG_LINE))->unit_length += line_size;
-    ((struct compile_unit *)at(image, DEBUG_INFO))->unit_length += info_size;
+    ((struct line_header *)at(image, DEBUG_LINE))->unit_length = section[DEBUG_LINE].sh_size - 4;
+    ((struct compile_unit *)at(image, DEBUG_INFO))->unit_length = section[DEBUG_INFO].sh_size - 4;
 
     /* The symbol becomes defined by its first word, stored last. */
     Elf64_Sym *symbol = (Elf64_Sym *)at(image, DYNSYM) + index + 1;

@@ -18,8 +18,8 @@
 
 static const unsigned char perf_trampoline_code[] = {
     0x5f, 0x24, 0x03, 0xd5, 0xfd, 0x7b, 0xbf, 0xa9,   /* +0x00  CFA=r31+0 */
-    0xfd, 0x03, 0x00, 0x91,                           /* +0x08  CFA=r31+16  r29=[CFA-16] r30=[CFA-8] */
-    0x60, 0x00, 0x3f, 0xd6, 0xfd, 0x7b, 0xc1, 0xa8,   /* +0x0c  CFA=r29+16  r29=[CFA-16] r30=[CFA-8] */
+    0xfd, 0x03, 0x00, 0x91, 0x60, 0x00, 0x3f, 0xd6,   /* +0x08  CFA=r31+16  r29=[CFA-16] r30=[CFA-8] */
+    0xfd, 0x7b, 0xc1, 0xa8,
     0xc0, 0x03, 0x5f, 0xd6,                           /* +0x14  CFA=r31+0 */
 };
 
@@ -43,13 +43,11 @@ static const unsigned char perf_trampoline_eh_frame[] = {
     0x0e, 0x10,                                       /* DW_CFA_def_cfa_offset 16 */
     0x9d, 0x02,                                       /* DW_CFA_offset 29 2 */
     0x9e, 0x01,                                       /* DW_CFA_offset 30 1 */
-    0x41,                                             /* DW_CFA_advance_loc 1: +0x0c  CFA=r29+16  r29=[CFA-16] r30=[CFA-8] */
-    0x0d, 0x1d,                                       /* DW_CFA_def_cfa_register 29 */
-    0x42,                                             /* DW_CFA_advance_loc 2: +0x14  CFA=r31+0 */
-    0x0c, 0x1f, 0x00,                                 /* DW_CFA_def_cfa 31 0 */
+    0x43,                                             /* DW_CFA_advance_loc 3: +0x14  CFA=r31+0 */
+    0x0e, 0x00,                                       /* DW_CFA_def_cfa_offset 0 */
     0xdd,                                             /* DW_CFA_restore 29 */
     0xde,                                             /* DW_CFA_restore 30 */
-    0x00, 0x00, 0x00,                                 /* DW_CFA_nop */
+    0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,         /* DW_CFA_nop */
 };
 
 #endif /* Py_INTERNAL_PERF_EH_FRAME_AARCH64_GENERATED_H */

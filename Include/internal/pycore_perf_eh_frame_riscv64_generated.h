@@ -20,9 +20,9 @@ static const unsigned char perf_trampoline_code[] = {
     0x13, 0x01, 0x01, 0xff,                           /* +0x00  CFA=r2+0 */
     0x23, 0x34, 0x11, 0x00,                           /* +0x04  CFA=r2+16 */
     0x23, 0x30, 0x81, 0x00,                           /* +0x08  CFA=r2+16  r1=[CFA-8] */
-    0x13, 0x04, 0x01, 0x01,                           /* +0x0c  CFA=r2+16  r1=[CFA-8] r8=[CFA-16] */
-    0xe7, 0x80, 0x06, 0x00, 0x83, 0x30, 0x81, 0x00,   /* +0x10  CFA=r8+0  r1=[CFA-8] r8=[CFA-16] */
-    0x03, 0x34, 0x01, 0x00,                           /* +0x18  CFA=r8+0  r8=[CFA-16] */
+    0x13, 0x04, 0x01, 0x01, 0xe7, 0x80, 0x06, 0x00,   /* +0x0c  CFA=r2+16  r1=[CFA-8] r8=[CFA-16] */
+    0x83, 0x30, 0x81, 0x00,
+    0x03, 0x34, 0x01, 0x00,                           /* +0x18  CFA=r2+16  r8=[CFA-16] */
     0x13, 0x01, 0x01, 0x01,                           /* +0x1c  CFA=r2+16 */
     0x67, 0x80, 0x00, 0x00,                           /* +0x20  CFA=r2+0 */
 };
@@ -39,7 +39,7 @@ static const unsigned char perf_trampoline_eh_frame[] = {
     0x1b,                                             /* FDE pointer encoding pcrel|sdata4 */
     0x0d, 0x02,                                       /* DW_CFA_def_cfa_register 2 */
     0x00,                                             /* DW_CFA_nop */
-    0x28, 0x00, 0x00, 0x00,                           /* FDE: length 40 */
+    0x20, 0x00, 0x00, 0x00,                           /* FDE: length 32 */
     0x18, 0x00, 0x00, 0x00,                           /* CIE pointer */
     0x00, 0x00, 0x00, 0x00,                           /* initial_location, patched */
     0x00, 0x00, 0x00, 0x00,                           /* address_range, patched */
@@ -50,16 +50,13 @@ static const unsigned char perf_trampoline_eh_frame[] = {
     0x81, 0x02,                                       /* DW_CFA_offset 1 2 */
     0x44,                                             /* DW_CFA_advance_loc 4: +0x0c  CFA=r2+16  r1=[CFA-8] r8=[CFA-16] */
     0x88, 0x04,                                       /* DW_CFA_offset 8 4 */
-    0x44,                                             /* DW_CFA_advance_loc 4: +0x10  CFA=r8+0  r1=[CFA-8] r8=[CFA-16] */
-    0x0c, 0x08, 0x00,                                 /* DW_CFA_def_cfa 8 0 */
-    0x48,                                             /* DW_CFA_advance_loc 8: +0x18  CFA=r8+0  r8=[CFA-16] */
+    0x4c,                                             /* DW_CFA_advance_loc 12: +0x18  CFA=r2+16  r8=[CFA-16] */
     0xc1,                                             /* DW_CFA_restore 1 */
     0x44,                                             /* DW_CFA_advance_loc 4: +0x1c  CFA=r2+16 */
-    0x0c, 0x02, 0x10,                                 /* DW_CFA_def_cfa 2 16 */
     0xc8,                                             /* DW_CFA_restore 8 */
     0x44,                                             /* DW_CFA_advance_loc 4: +0x20  CFA=r2+0 */
     0x0e, 0x00,                                       /* DW_CFA_def_cfa_offset 0 */
-    0x00, 0x00, 0x00, 0x00,                           /* DW_CFA_nop */
+    0x00, 0x00, 0x00,                                 /* DW_CFA_nop */
 };
 
 #endif /* Py_INTERNAL_PERF_EH_FRAME_RISCV64_GENERATED_H */

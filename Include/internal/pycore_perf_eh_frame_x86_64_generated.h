@@ -18,8 +18,7 @@
 
 static const unsigned char perf_trampoline_code[] = {
     0xf3, 0x0f, 0x1e, 0xfa, 0x55,                     /* +0x00  CFA=r7+8  r16=[CFA-8] */
-    0x48, 0x89, 0xe5,                                 /* +0x05  CFA=r7+16  r6=[CFA-16] r16=[CFA-8] */
-    0xff, 0xd1, 0x5d,                                 /* +0x08  CFA=r6+16  r6=[CFA-16] r16=[CFA-8] */
+    0x48, 0x89, 0xe5, 0xff, 0xd1, 0x5d,               /* +0x05  CFA=r7+16  r6=[CFA-16] r16=[CFA-8] */
     0xc3,                                             /* +0x0b  CFA=r7+8  r16=[CFA-8] */
 };
 
@@ -44,12 +43,10 @@ static const unsigned char perf_trampoline_eh_frame[] = {
     0x45,                                             /* DW_CFA_advance_loc 5: +0x05  CFA=r7+16  r6=[CFA-16] r16=[CFA-8] */
     0x0e, 0x10,                                       /* DW_CFA_def_cfa_offset 16 */
     0x86, 0x02,                                       /* DW_CFA_offset 6 2 */
-    0x43,                                             /* DW_CFA_advance_loc 3: +0x08  CFA=r6+16  r6=[CFA-16] r16=[CFA-8] */
-    0x0d, 0x06,                                       /* DW_CFA_def_cfa_register 6 */
-    0x43,                                             /* DW_CFA_advance_loc 3: +0x0b  CFA=r7+8  r16=[CFA-8] */
-    0x0c, 0x07, 0x08,                                 /* DW_CFA_def_cfa 7 8 */
+    0x46,                                             /* DW_CFA_advance_loc 6: +0x0b  CFA=r7+8  r16=[CFA-8] */
+    0x0e, 0x08,                                       /* DW_CFA_def_cfa_offset 8 */
     0xc6,                                             /* DW_CFA_restore 6 */
-    0x00, 0x00,                                       /* DW_CFA_nop */
+    0x00, 0x00, 0x00, 0x00, 0x00, 0x00,               /* DW_CFA_nop */
 };
 
 #endif /* Py_INTERNAL_PERF_EH_FRAME_X86_64_GENERATED_H */

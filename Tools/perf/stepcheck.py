@@ -590,7 +590,7 @@ def same_everywhere(trace, frame):
 
 
 def kill(build, trace, trampoline, text, touches_code, calls):
-    """How a mutant of the source is found out: 'refused', 'stepped', 'called', 'same', or None."""
+    """How a mutant of the source is found out: 'refused', 'judged', 'called', 'same', or None."""
     tree = build.tree(text)
     try:
         mutant = gen.build(build.arch, tree)
@@ -600,15 +600,13 @@ def kill(build, trace, trampoline, text, touches_code, calls):
         return "same"
     if not touches_code:
         frame = dataclasses.replace(trace.frame, ra_column=mutant.eh_frame.ra_column, rows=mutant.eh_frame.rows)
-        return "stepped" if any(judge(build.arch, trace, frame)) else None
-    if not mutant.code.startswith(build.entry_hint()):
-        return "refused"
+        return "judged" if any(judge(build.arch, trace, frame)) else None
     program = build.mutant(mutant, tree)
     try:
-        if any(step(Stub, build, program, mutant)[1]):
-            return "stepped"
+        if not mutant.code.startswith(build.entry_hint()) or any(step(Stub, build, program, mutant)[1]):
+            return "judged"
     except Lost:
-        return "stepped"
+        return "judged"
     return "called" if abi_problem(build, program, calls) else None
 
 
@@ -622,7 +620,7 @@ def mutate(build, trace, trampoline, calls):
             survivors.append(what)
 
     for what, frame in frame_mutants(build.arch, trace):
-        kind = "same" if same_everywhere(trace, frame) else "stepped"
+        kind = "same" if same_everywhere(trace, frame) else "judged"
         tell(what, kind if kind == "same" or any(judge(build.arch, trace, frame)) else None)
     text = (gen.ROOT / build.arch.source).read_text()
     for what, mutant, touches_code in source_mutants(build.arch, text):
@@ -669,7 +667,7 @@ class Result:
         if self.kills is not None:
             dead = self.kills.total() - self.kills["same"] - self.kills["survived"]
             line += (f"; {dead} of {dead + self.kills['survived']} mutants killed ("
-                     + ", ".join(f"{self.kills[kind]} {kind}" for kind in ("refused", "stepped", "called"))
+                     + ", ".join(f"{self.kills[kind]} {kind}" for kind in ("refused", "judged", "called"))
                      + f"), {self.kills['same']} no change")
         details = self.problems + [f"survived: {what}" for what in self.survivors]
         return "\n    ".join([line + ("" if self.passed else "  FAILED"), *details])

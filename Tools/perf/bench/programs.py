@@ -107,9 +107,14 @@ def register(number):
     return {'ns': (first - later) / len(functions), 'faults': faults / len(functions)}
 
 
-def once(number):
-    """Make and call so many functions."""
-    call_all([function(i) for i in range(int(number))])
+def once(number, end):
+    """Make and call so many functions; end while they are still alive, or after they are dead."""
+    functions = [function(i) for i in range(int(number))]
+    call_all(functions)
+    if end == 'dead':
+        functions.clear()
+    print(json.dumps({'pid': os.getpid()}), flush=True)
+    os._exit(0)
 
 
 def resident():

@@ -1,0 +1,957 @@
+"""ELF images: what every reader of such a file, and every unwinder, may count on.
+
+Programs run under the interpreter that runs this file, and write their images to a directory of the test's. What needs
+another program says so when that is missing; the rest needs pyelftools only, and runs under an emulator as well.
+"""
+
+import collections
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import perf_support
+import perf_trampoline
+import test_perf_profiler
+from perf_support import EMULATED, FULL, SOURCE, ProgramTest
+
+import archs
+import perf_script
+import roots
+
+try:
+    from elftools.dwarf.callframe import FDE
+    from elftools.elf.elffile import ELFFile
+except ImportError:
+    raise unittest.SkipTest('pyelftools is missing: install python3-pyelftools') from None
+
+PRELUDE = '''\
+import json, os, sys, threading, time, types
+import perf_trampoline
+def function(qualname, filename='/x.py', line=1, plain=(lambda: None).__code__):
+    return types.FunctionType(plain.replace(
+        co_name='f', co_qualname=qualname, co_filename=filename, co_firstlineno=line), {})
+def status():
+    return perf_trampoline.status()
+'''
+ACTIVATE = "sys.activate_stack_trampoline('perf_elf')\n"
+# Five Python functions on the stack, and `leaf` in the last; their names, outermost first.
+NESTED = '''
+def one(leaf): two(leaf)
+def two(leaf): three(leaf)
+class C:
+    def __call__(self, leaf): (lambda: four(leaf))()
+three = C()
+def four(leaf): leaf()
+'''
+NESTED_NAMES = ['one', 'two', 'C.__call__', 'C.__call__.<locals>.<lambda>', 'four']
+
+Function = collections.namedtuple('Function', 'name address size')
+
+
+class Image:
+    """An image, as a reader sees it at this moment who shares no code with the writer."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.elf = ELFFile(io.BytesIO(self.path.read_bytes()))
+        self.text = self.elf.get_section_by_name('.text')
+
+    @property
+    def functions(self):
+        return [Function(symbol.name, symbol['st_value'], symbol['st_size'])
+                for symbol in self.elf.get_section_by_name('.dynsym').iter_symbols()
+                if symbol['st_shndx'] != 'SHN_UNDEF']
+
+    @property
+    def names(self):
+        return [function.name for function in self.functions]
+
+    def address(self, name):
+        return next(function.address for function in self.functions if function.name == name)
+
+    def fdes(self):
+        return [entry for entry in self.elf.get_dwarf_info().EH_CFI_entries() if isinstance(entry, FDE)]
+
+    def eh_frame_hdr(self):
+        """The search table's entries, as (initial location, address of the FDE)."""
+        section = self.elf.get_section_by_name('.eh_frame_hdr')
+        order, data, base = '<' if self.elf.little_endian else '>', section.data(), section['sh_addr']
+        encodings, eh_frame, count = data[:4], *struct.unpack_from(order + 'iI', data, 4)
+        table = struct.iter_unpack(order + 'ii', data[12:])
+        return encodings, base + 4 + eh_frame, count, [(base + location, base + fde) for location, fde in table]
+
+
+class ElfTest(ProgramTest):
+
+    def setUp(self):
+        self.directory = Path(tempfile.mkdtemp(prefix='elf-images-'))
+        self.addCleanup(shutil.rmtree, self.directory, ignore_errors=True)
+
+    def env(self, env=()):
+        return {'PERF_TRAMPOLINE_DIR': str(self.directory)} | dict(env)
+
+    def run_program(self, source, *options, env=(), **run_options):
+        return super().run_program(PRELUDE + ACTIVATE + source, *options, env=self.env(env), **run_options)
+
+    def run_plain(self, source, *options, env=(), **run_options):
+        """A program that switches the trampoline on when it likes."""
+        return super().run_program(PRELUDE + source, *options, env=self.env(env), **run_options)
+
+    @contextlib.contextmanager
+    def running(self, source, *, ready='ready\n'):
+        """A program that has printed its line, until the end of the block; it may read from its standard input."""
+        with subprocess.Popen([sys.executable, '-c', PRELUDE + ACTIVATE + source], text=True, stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, env=os.environ | self.env()) as process:
+            try:
+                self.assertEqual(process.stdout.readline(), ready)
+                yield process
+            finally:
+                process.kill()
+
+    def images(self, pid=None):
+        """The images of a process, or of all, in order of their making."""
+        paths = self.directory.glob(f'{pid or "*"}-*.so')
+        return list(map(Image, sorted(paths, key=lambda path: int(path.name.split('-')[1]))))
+
+    def names(self, pid=None):
+        return [name for image in self.images(pid) for name in image.names]
+
+    def tool(self, *command, check=True):
+        """What a program prints, with its complaints; skips where it is missing."""
+        if not shutil.which(command[0]):
+            self.skipTest(f'{command[0]} is missing')
+        done = subprocess.run(list(map(str, command)), text=True, errors='surrogateescape', stdin=subprocess.DEVNULL,
+                              capture_output=True, env=os.environ | {'LC_ALL': 'C.UTF-8', 'DEBUGINFOD_URLS': ''})
+        if check and done.returncode:
+            self.fail(f'{shlex.join(done.args)}: status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr}')
+        return done
+
+    def binutil(self, name):
+        """binutils know one architecture each."""
+        return archs.get(perf_trampoline.status()['architecture']).prefix + name
+
+
+def positions(functions):
+    """Program text that calls functions of these (qualified name, file name, line) and keeps them."""
+    return f'kept = [function(*known) for known in json.loads({json.dumps(functions)!r})]\nfor f in kept: f()\n'
+
+
+class AcceptedTest(ElfTest):
+    """No reader has a complaint."""
+
+    STATES = {
+        'fresh': '',
+        'half full': positions([(f'C.f_{i}', f'/m{i // 9}.py', i + 1) for i in range(500)]),
+        'full, and a second one': positions([(f'C.f_{i}', f'/m{i // 9}.py', i + 1) for i in range(1500)]),
+        'hostile': positions([
+            ('a\nb', '/a\0b.py', 1), ('größe', '/ü.py', 0), ('', '', 3), ('\ud800', '/\udcff.py', 2 ** 31 - 1),
+            ('long' * 2000, '/long' * 1600, 4), ('a\0', '/c.py', 5), ('_Z3foov', '/d e.py', 6), ('after', '/x.py', 7)]),
+    }
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.kept = Path(tempfile.mkdtemp(prefix='elf-images-'))
+        cls.addClassCleanup(shutil.rmtree, cls.kept)
+        for state, source in cls.STATES.items():
+            directory = cls.kept / state.partition(',')[0].replace(' ', '-')
+            perf_support.run(['-c', PRELUDE + ACTIVATE + source],
+                             env=os.environ | {'PERF_TRAMPOLINE_DIR': str(directory)})
+
+    def check(self, *command, complaint='(?i)warning|error|invalid|corrupt|mangled'):
+        for path in sorted(self.kept.glob('*/*.so')):
+            with self.subTest(f'{path.parent.name} {path.name.split("-")[1]}'):
+                done = self.tool(*command, path)
+                self.assertEqual(done.stderr, '')
+                if complaint:
+                    lines = [line for line in done.stdout.splitlines() if not line.startswith('No errors')]
+                    self.assertEqual([line for line in lines if re.search(complaint, line) and 'py::' not in line], [])
+
+    def test_readelf(self):
+        self.check('readelf', '-aWw')
+
+    def test_eu_readelf(self):
+        self.check('eu-readelf', '-a', '-w')
+
+    def test_eu_elflint(self):
+        self.check('eu-elflint')
+
+    def test_eu_elflint_that_knows_gnu_ld(self):
+        self.check('eu-elflint', '--gnu-ld')
+
+    def test_objdump(self):
+        self.check(self.binutil('objdump'), '-d')
+
+    def test_objdump_with_lines(self):
+        self.check(self.binutil('objdump'), '-dl')
+
+    def test_nm(self):
+        self.check('nm', '-D')
+
+    def test_llvm_dwarfdump(self):
+        self.check('llvm-dwarfdump', '--verify', complaint='^error|^warning')
+
+    def test_gdb(self):
+        self.check('gdb', '-nx', '-batch', '-ex', 'set complaints 100', '-ex', 'info functions py::')
+
+
+class StepTest(ElfTest):
+
+    @unittest.skipIf(EMULATED, 'gdb does not step through an emulated program')
+    def test_image_is_accepted_after_every_single_store(self):
+        """Whoever reads it while a function is being added, or after a kill in the midst of that, has a whole file."""
+        script = self.directory / 'step.py'
+        script.write_text(f'''
+import gdb, glob
+gdb.execute('set breakpoint pending on')
+gdb.Breakpoint('elf_publish')
+gdb.execute('run')
+gdb.execute('continue 8')
+image, = glob.glob('{self.directory}/*.so')
+end = gdb.selected_frame().older().pc()
+states = []
+while gdb.selected_frame().pc() != end:
+    gdb.execute('stepi', to_string=True)
+    state = open(image, 'rb').read()
+    if states[-1:] != [state]:
+        states.append(state)
+for number, state in enumerate(states):
+    open(f'{self.directory}/{{number:03}}.state', 'wb').write(state)
+gdb.execute('kill')
+''')
+        program = self.directory / 'program.py'
+        program.write_text(PRELUDE + ACTIVATE + positions([(f'C.f_{i}', f'/m{i}.py', i + 1) for i in range(20)]))
+        self.tool('env', f'PERF_TRAMPOLINE_DIR={self.directory}', 'gdb', '-nx', '-batch', '-iex', 'set confirm off',
+                  '-x', script, '--args', os.path.realpath(f'{sys.prefix}/bin') + '/python', program)
+        states = sorted(self.directory.glob('*.state'))
+        self.assertGreater(len(states), 8)
+        complaints = []
+        for state in states:
+            Image(state).fdes()
+            for command in (['readelf', '-aWw'], ['eu-elflint'], ['llvm-dwarfdump', '--verify']):
+                done = self.tool(*command, state, check=False)
+                said = re.search(r'(?m)^.*(?<!No )(?i:error|warning).*$', done.stderr + done.stdout)
+                if done.returncode or done.stderr or said and 'No errors' not in said[0]:
+                    complaints.append(f'{state.stem}: {command[0]}: {said[0] if said else done.stderr}')
+        self.assertEqual(complaints, [])
+
+
+class NameTest(ElfTest):
+
+    KNOWN = [('f', '/x.py', 1), ('C.f', '/x.py', 70), ('C.g.<locals>.<lambda>', '/dir with space/y.py', 700),
+             ('__init__', '/größe.py', 123456), ('C.f', '/z.py', 2), ('long' * 2000, '/l.py', 9), ('h', '/l' * 1500, 8)]
+
+    def one_image(self, source):
+        self.run_program(source)
+        image, = self.images()
+        return image
+
+    def test_every_function_is_one_symbol(self):
+        image = self.one_image(positions([(f'f_{i}', '/x.py', 1) for i in range(300)]))
+        names = [name for name in image.names if name.startswith('py::f_')]
+        self.assertEqual(names, [f'py::f_{i}:/x.py' for i in range(300)])
+
+    def test_names_are_those_of_the_other_backends(self):
+        image = self.one_image('import subprocess\n' + positions(self.KNOWN))
+        escaped = [(qualname, filename.replace(' ', r'\x20')) for qualname, filename, _ in self.KNOWN]
+        names = {name.replace(r'\x20', ' ') for name in image.names}
+        self.assertLessEqual({f'py::{qualname}:{filename}' for qualname, filename, _ in self.KNOWN[:5]}, names, escaped)
+
+    def test_symbols_are_functions_of_the_code_s_size_in_text(self):
+        image = self.one_image(positions(self.KNOWN))
+        size = {fde['address_range'] for fde in image.fdes()}
+        self.assertEqual({function.size for function in image.functions}, size)
+        start, end = image.text['sh_addr'], image.text['sh_addr'] + image.text['sh_size']
+        for symbol in image.elf.get_section_by_name('.dynsym').iter_symbols():
+            if symbol.name:
+                self.assertEqual((symbol['st_info']['type'], symbol['st_shndx']), ('STT_FUNC', 1))
+                self.assertTrue(start <= symbol['st_value'] < end)
+
+    def test_addresses_are_those_that_run(self):
+        done = self.run_program('''
+import ctypes
+class Info(ctypes.Structure):
+    _fields_ = [('file', ctypes.c_char_p), ('base', ctypes.c_void_p), ('name', ctypes.c_char_p), ('at', ctypes.c_void_p)]
+function('f')()
+base = min(int(line.split('-')[0], 16) for line in open('/proc/self/maps') if line.rstrip().endswith(status()['files'][0]))
+print(base)
+print(ctypes.string_at(base, 16).hex())
+''')
+        base, head = done.stdout.split()
+        self.assertEqual(bytes.fromhex(head), self.images()[0].path.read_bytes()[:16])
+
+    def test_name_of_8000_characters_is_whole(self):
+        image = self.one_image(positions([(f'{i:08}' * 500, '/x' * 2000, 1) for i in range(20)]))
+        self.assertLessEqual({f'py::{i:08}'[:4] + f'{i:08}' * 500 + ':' + '/x' * 2000 for i in range(20)}, set(image.names))
+
+    def check_positions(self, *command, separator='\n'):
+        image = self.one_image(positions(self.KNOWN))
+        addresses = [image.functions[i].address + 4 for i in range(-len(self.KNOWN), 0)]
+        done = self.tool(*command, image.path, *map(hex, addresses))
+        lines = [line.rstrip() for line in done.stdout.splitlines() if line]
+        self.assertEqual([re.sub(r'(:\d+):0$', r'\1', line) for line in lines],
+                         [f'{filename}:{line}' for _, filename, line in self.KNOWN])
+        self.assertEqual(done.stderr, '')
+
+    def test_addr2line_tells_file_and_first_line(self):
+        self.check_positions(self.binutil('addr2line'), '-e')
+
+    def test_eu_addr2line_tells_file_and_first_line(self):
+        self.check_positions('eu-addr2line', '-e')
+
+    def test_llvm_symbolizer_tells_file_and_first_line(self):
+        self.check_positions('llvm-symbolizer', '--functions=none', '-e')
+
+    def test_gdb_tells_file_and_first_line(self):
+        image = self.one_image(positions(self.KNOWN))
+        for (_, filename, line), function in zip(self.KNOWN, image.functions[-len(self.KNOWN):]):
+            done = self.tool('gdb', '-nx', '-batch', '-ex', f'info line *{function.address}', image.path)
+            self.assertIn(f'Line {line} of "{filename}"', done.stdout)
+
+    def test_decl_file_is_the_function_s_file(self):
+        image = self.one_image(positions(self.KNOWN))
+        done = self.tool('gdb', '-nx', '-batch', '-ex', 'info functions -q py::h', image.path)
+        self.assertIn(f'File {"/l" * 1500}:', done.stdout)
+
+
+class UnwindDataTest(ElfTest):
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        with tempfile.TemporaryDirectory(prefix='elf-images-') as directory:
+            perf_support.run(['-c', PRELUDE + ACTIVATE + "function('f')()"],
+                             env=os.environ | {'PERF_TRAMPOLINE_DIR': directory})
+            cls.image, = map(Image, Path(directory).iterdir())
+        cls.fdes = cls.image.fdes()
+
+    def test_every_slot_has_an_fde_of_its_range(self):
+        size = self.image.functions[0].size
+        spacing = -(-size // 16) * 16
+        start, end = self.image.text['sh_addr'], self.image.text['sh_addr'] + self.image.text['sh_size']
+        self.assertEqual([(fde['initial_location'], fde['address_range']) for fde in self.fdes],
+                         [(address, size) for address in range(start, end, spacing)])
+
+    def test_rows_are_those_of_the_linked_trampoline(self):
+        golden = SOURCE / f'Lib/test/perfdata/{perf_trampoline.status()["architecture"]}.txt'
+        rows = [len(fde.get_decoded().table) for fde in self.fdes]
+        self.assertEqual(set(rows), {sum(line.startswith('+0x') for line in golden.read_text().splitlines())})
+
+    def test_search_table_leads_to_every_fde_in_order(self):
+        eh_frame = self.image.elf.get_section_by_name('.eh_frame')
+        encodings, start, count, table = self.image.eh_frame_hdr()
+        self.assertEqual((encodings, start, count), (b'\1\x1b\3\x3b', eh_frame['sh_addr'], len(self.fdes)))
+        self.assertEqual(table, [(fde['initial_location'], eh_frame['sh_addr'] + fde.offset) for fde in self.fdes])
+        self.assertEqual(table, sorted(table))
+
+    def test_slots_hold_the_same_code(self):
+        data, spacing = self.image.text.data(), self.fdes[1]['initial_location'] - self.fdes[0]['initial_location']
+        self.assertEqual(len({data[i:i + spacing] for i in range(0, len(data) - spacing, spacing)}), 1)
+
+    def test_segments_are_never_writable_and_executable(self):
+        segments = [(segment['p_type'], segment['p_flags']) for segment in self.image.elf.iter_segments()]
+        self.assertFalse([segment for segment in segments if segment[1] & 3 == 3])
+        self.assertIn(('PT_GNU_STACK', 6), segments)
+        self.assertIn(('PT_GNU_EH_FRAME', 4), segments)
+
+    def test_segments_are_aligned_to_pages(self):
+        page_size = os.sysconf('SC_PAGE_SIZE')
+        for segment in self.image.elf.iter_segments('PT_LOAD'):
+            self.assertGreaterEqual(segment['p_align'], page_size)
+            self.assertEqual((segment['p_offset'] - segment['p_vaddr']) % segment['p_align'], 0)
+
+    def test_there_is_no_build_id(self):
+        """It would promise that no name is added."""
+        self.assertIsNone(self.image.elf.get_section_by_name('.note.gnu.build-id'))
+        self.assertEqual(list(self.image.elf.iter_segments('PT_NOTE')), [])
+
+
+class MappingTest(ElfTest):
+
+    def test_no_mapping_is_writable_and_executable_and_text_is_never_mapped_writable(self):
+        done = self.run_program('''
+for i in range(2000):
+    function(f'f_{i}')()
+    if i % 100 == 0:
+        print(open('/proc/self/maps').read())
+''')
+        first = self.images()[0]
+        mappings = [line.split(None, 5) for line in done.stdout.splitlines() if line]
+        self.assertEqual([mapping for mapping in mappings if 'w' in mapping[1] and 'x' in mapping[1]], [])
+        ours = [mapping for mapping in mappings if mapping[-1] == str(first.path)]
+        self.assertIn('r-xp', {mapping[1] for mapping in ours})
+        text = range(first.text['sh_offset'], first.text['sh_offset'] + first.text['sh_size'])
+        for span, mode, offset, *_ in ours:
+            start, end = (int(number, 16) for number in span.split('-'))
+            if 'w' in mode:
+                self.assertGreaterEqual(int(offset, 16), text.stop)
+
+    @unittest.skipIf(EMULATED, 'an emulator makes its own code')
+    def test_images_need_no_memory_that_becomes_executable(self):
+        done = self.run_program('''
+import ctypes
+sys.deactivate_stack_trampoline()
+libc = ctypes.CDLL(None)
+denied = libc.prctl(65, 1, 0, 0, 0)         # PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN
+print(denied)
+for backend in 'perf_elf', 'perf':
+    sys.activate_stack_trampoline(backend)
+    function(backend)()
+    print(sys.is_stack_trampoline_active(), status()['failure'])
+''')
+        denied, *results = done.stdout.splitlines()
+        if denied != '0':
+            self.skipTest('this kernel has no PR_SET_MDWE')
+        self.assertEqual(results[0], 'True None')
+        self.assertIn('py::perf_elf:/x.py', self.names())
+        self.assertRegex(results[1], '^False .*executable')
+
+
+class MeaningTest(ElfTest):
+    """An address has one meaning, for ever."""
+
+    def test_same_function_compiled_again_takes_no_slot(self):
+        done = self.run_program('''
+for _ in range(10000):
+    function('again', '/again.py', 7)()
+print(status()['functions'])
+''')
+        self.assertEqual(self.names().count('py::again:/again.py'), 1)
+
+    def test_functions_of_one_name_differ_by_line(self):
+        self.run_program("for line in range(1, 51): function('twin', '/twin.py', line)()")
+        self.assertEqual(self.names().count('py::twin:/twin.py'), 50)
+
+    def test_no_address_is_let_twice(self):
+        self.run_program('''
+import random
+random.seed(1)
+alive = [None] * 50
+for i in range(20000):
+    f = function(f'f_{random.randrange(3000)}'); f()
+    alive[random.randrange(50)] = f
+''')
+        for image in self.images():
+            addresses = [function.address for function in image.functions]
+            self.assertEqual(len(addresses), len(set(addresses)))
+
+    def test_full_images_are_followed_by_further_ones(self):
+        for name, number in ('f', 6000), ('name' * 200, 500):
+            with self.subTest(name[:4]):
+                done = self.run_program(f"for i in range({number}): function(f'{name}_{{i}}')()")
+                self.assertGreater(len(self.images(done.pid)), 1)
+                self.assertLessEqual({f'py::{name}_{i}:/x.py' for i in range(number)}, set(self.names(done.pid)))
+
+    def test_status_lists_every_image(self):
+        done = self.run_program("for i in range(2000): function(f'f_{i}')()\nprint(*status()['files'], sep='\\n')")
+        self.assertEqual(done.stdout.split(), [str(image.path) for image in self.images()])
+
+    @unittest.skipIf(EMULATED, "an emulator's own memory grows with every piece of code")
+    def test_dead_functions_take_no_memory(self):
+        growth = f'''
+def resident():
+    with open('/proc/self/status') as status:
+        return next(int(line.split()[1]) for line in status if line.startswith('VmRSS'))
+def churn(begin, end):
+    for i in range(begin, end): function(f'f_{{i}}')()
+churn(0, 25000)
+before = resident()
+churn(25000, {1_025_000 if FULL else 125_000})
+print(resident() - before)
+'''
+        profiled = int(self.run_program(growth).stdout)
+        plain = int(self.run_plain(growth).stdout)
+        self.assertLess(profiled - plain, 2048)
+
+
+class ProcessTest(ElfTest):
+    """Threads, forks and kills."""
+
+    def test_every_function_of_every_thread_is_named_at_an_address_of_its_own(self):
+        self.run_program('''
+def work(number):
+    for i in range(2000): function(f'thread_{number}_{i}')()
+threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+''')
+        functions = [function for image in self.images() for function in image.functions]
+        self.assertLessEqual({f'py::thread_{n}_{i}:/x.py' for n in range(8) for i in range(2000)},
+                             {function.name for function in functions})
+        for image in self.images():
+            self.assertEqual(len({function.address for function in image.functions}), len(image.functions))
+
+    def test_function_is_named_during_its_first_call(self):
+        source = "def first_call():\n  print('ready', flush=True)\n  sys.stdin.read()\nfirst_call()"
+        with self.running(source) as process:
+            self.assertIn('py::first_call:<string>', self.names(process.pid))
+
+    def test_every_function_that_ran_is_named_after_sigkill(self):
+        for turn in range(50 if FULL else 8):
+            source = PRELUDE + ACTIVATE + '''
+for i in range(10 ** 9):
+    function(f'killed_{i}', '/x' * 200)()
+    os.write(1, b'%d\\n' % i)
+'''
+            with subprocess.Popen([sys.executable, '-c', source], stdout=subprocess.PIPE,
+                                  env=os.environ | self.env()) as process:
+                process.stdout.readline()
+                time.sleep(turn * 0.003)
+                process.kill()
+                last = int((b'0\n' + process.stdout.read()).rpartition(b'\n')[0].split()[-1])
+            names = {name.partition(':/')[0] for name in self.names(process.pid)}
+            self.assertLessEqual({f'py::killed_{i}' for i in range(last + 1)}, names)
+
+    def test_reader_finds_whole_functions_while_others_are_added(self):
+        source = "print('ready', flush=True)\nfor i in range(10 ** 9): function(f'f_{i}', f'/{i % 9}.py', i + 1)()"
+        with self.running(source) as process:
+            for _ in range(200 if not EMULATED else 5):
+                image = Image(max(self.directory.glob('*.so'), key=lambda path: path.stat().st_mtime_ns))
+                for name, address, size in image.functions:
+                    self.assertRegex(name, r'^py::.+:.+$')
+                    self.assertTrue(size and image.text['sh_addr'] <= address)
+                if process.poll() is not None:
+                    break
+                if sum(path.stat().st_size for path in self.directory.iterdir()) > 100e6:
+                    process.send_signal(signal.SIGSTOP)
+
+    def test_forked_child_has_an_image_of_its_own_and_leaves_the_parent_s_alone(self):
+        done = self.run_program('''
+import hashlib
+def content(): return hashlib.sha256(open(path, 'rb').read()).hexdigest()
+def work(name): function(name)()
+path = status()['files'][0]
+f = function('parent'); f()
+content(); before = content()
+if pid := os.fork():
+    os.waitpid(pid, 0)
+    assert content() == before
+    function('parent_later')()
+    print(pid)
+else:
+    for i in range(3000): function(f'child_{i}')()
+    f()
+    os._exit(0)
+''')
+        child = self.names(int(done.stdout))
+        self.assertLessEqual({f'py::child_{i}:/x.py' for i in range(3000)} | {'py::parent:/x.py'}, set(child))
+        self.assertNotIn('py::parent_later:/x.py', child)
+        self.assertIn('py::parent_later:/x.py', self.names(done.pid))
+        self.assertFalse([name for name in self.names(done.pid) if 'child' in name])
+
+    @unittest.skipIf(EMULATED, 'too slow')
+    def test_forks_beside_threads_that_load_images_do_not_hang(self):
+        done = self.run_program('''
+stop = False
+def work(number):
+    i = 0
+    while not stop:
+        function(f'thread_{number}_{i}')(); i += 1
+threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+for thread in threads: thread.start()
+for _ in range(30):
+    if pid := os.fork():
+        assert os.waitpid(pid, 0)[1] == 0
+    else:
+        for i in range(1500): function(f'child_{i}')()
+        os._exit(0)
+stop = True
+''', timeout=60)
+        self.assertEqual(done.stderr, '')
+
+
+class DirectoryTest(ElfTest):
+
+    SOURCE = "function('f')()\nprint(sys.is_stack_trampoline_active(), *status()['files'])\nprint(status()['failure'])"
+
+    def test_directory_and_files_are_private(self):
+        self.directory = self.directory / 'a' / 'b'
+        self.run_program('pass', '-X', 'perf_elf')
+        self.assertEqual({path.stat().st_mode & 0o777 for path in (self.directory, self.directory.parent)}, {0o700})
+        self.assertEqual(self.images()[0].path.stat().st_mode & 0o777, 0o600)
+
+    def check_refused(self, directory, reason):
+        done = self.run_program(self.SOURCE, env={'PERF_TRAMPOLINE_DIR': str(directory)})
+        self.assertRegex(done.stderr, rf'\Aperf trampoline: cannot make images in .*{reason}.*\n\Z')
+        self.assertEqual(done.stdout, 'False\n' + done.stderr.removeprefix('perf trampoline: '))
+
+    def test_link_is_refused(self):
+        target = self.directory / 'target'
+        target.mkdir(0o700)
+        (self.directory / 'link').symlink_to(target)
+        self.check_refused(self.directory / 'link', 'not a directory of this user alone')
+        self.assertEqual(list(target.iterdir()), [])
+
+    def test_directory_that_others_may_write_is_refused(self):
+        self.directory.chmod(0o777)
+        self.check_refused(self.directory, 'not a directory of this user alone')
+
+    @unittest.skipIf(os.geteuid(), 'only root can leave a directory of another user')
+    def test_directory_of_another_user_is_refused(self):
+        os.chown(self.directory, 65534, 65534)
+        self.check_refused(self.directory, 'not a directory of this user alone')
+
+    def test_file_in_its_place_is_refused(self):
+        (self.directory / 'file').touch()
+        self.check_refused(self.directory / 'file', 'not a directory')
+
+    def test_limit_on_file_sizes_is_survived(self):
+        done = self.run_plain('''
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+''' + ACTIVATE + self.SOURCE)
+        self.assertRegex(done.stderr, r'\Aperf trampoline: .*File too large.*\n\Z')
+        self.assertEqual(list(self.directory.iterdir()), [])
+
+    def test_option_chooses_the_directory(self):
+        for name in 'plain', 'with space', 'größe', 'a:b', os.fsdecode(b'\xff'):
+            with self.subTest(name):
+                chosen = self.directory / name
+                done = self.run_plain('status()', '-X', f'perf_elf={chosen}')
+                self.assertEqual(done.stderr, '')
+                self.assertEqual(len(list(chosen.glob(f'{done.pid}-1-*.so'))), 1)
+
+    def test_directory_that_perf_takes_for_maps_is_refused_with_a_sentence(self):
+        done = self.run_plain('print("fine")', '-X', 'perf_elf=/tmp/perf-images')
+        self.assertRegex(done.stderr, r'\Aperf trampoline: perf reads no images in /tmp/perf-images: .*\n\Z')
+        self.assertEqual(done.stdout, 'fine\n')
+        self.assertFalse(os.path.exists('/tmp/perf-images'))
+
+    def test_status_can_be_read_whatever_the_directory_is_called(self):
+        self.directory.chmod(0o777)
+        for name in 'ü' * 60, 'u' + 'ü' * 60, os.fsdecode(b'\xff'):
+            (self.directory / name).touch()
+            done = self.run_program(self.SOURCE, env={'PERF_TRAMPOLINE_DIR': str(self.directory / name)}, check=False)
+            self.assertEqual(done.returncode, 0, done.stderr)
+
+
+class DiskTest(ElfTest):
+    """A file system that cannot hold images costs one message; the next directory is used, if there is one."""
+
+    def check_fallback(self, mount_options, reason, number=3000):
+        cache = self.directory / 'cache'
+        with tempfile.TemporaryDirectory(dir='/var/tmp', prefix='elf-images-') as cache:
+            done = ProgramTest.run_in_private_tmp(self, mount_options, PRELUDE + f'''
+mount_tmp()
+os.environ.pop('PERF_TRAMPOLINE_DIR', None)
+os.environ['XDG_CACHE_HOME'] = {cache!r}
+sys.activate_stack_trampoline('perf_elf')
+for i in range({number}): assert function(f'f_{{i}}')() is None
+print(sys.is_stack_trampoline_active(), status()['failure'])
+''')
+            self.directory = Path(cache) / 'perf-trampoline-images'
+            names = set(self.names())
+        self.assertRegex(done.stderr, rf'\Aperf trampoline: cannot make images in /tmp/python-perf-\d+: {reason}; '
+                                      rf'they are in {cache}/perf-trampoline-images\n\Z')
+        self.assertEqual(done.stdout, 'True ' + done.stderr.removeprefix('perf trampoline: '))
+        return names
+
+    def run_program(self, source, *options, env=(), **run_options):
+        return ProgramTest.run_program(self, source, *options, env=env, **run_options)
+
+    def test_noexec_directory(self):
+        names = self.check_fallback('noexec', 'the file system is mounted noexec, .*')
+        self.assertLessEqual({f'py::f_{i}:/x.py' for i in range(3000)}, names)
+
+    def test_read_only_directory(self):
+        self.check_fallback('ro', 'Read-only file system')
+
+    def test_full_directory(self):
+        for size in 16, 64:
+            with self.subTest(size):
+                self.check_fallback(f'size={size}k', 'No space left on device')
+
+    def test_directory_that_becomes_full(self):
+        names = self.check_fallback('size=600k', 'No space left on device')
+        self.assertIn('py::f_2999:/x.py', names)
+
+    def test_no_usable_directory_stops_profiling_not_the_program(self):
+        done = ProgramTest.run_in_private_tmp(self, 'noexec', PRELUDE + '''
+mount_tmp()
+os.environ['PERF_TRAMPOLINE_DIR'] = '/tmp/images'
+sys.activate_stack_trampoline('perf_elf')
+for i in range(3000): assert function(f'f_{i}')() is None
+print(sys.is_stack_trampoline_active(), status()['failure'], os.listdir('/tmp/images'))
+''')
+        self.assertRegex(done.stderr, r'\Aperf trampoline: cannot make images in /tmp/images: .*noexec.*\n\Z')
+        self.assertEqual(done.stdout, f'False {done.stderr.removeprefix("perf trampoline: ").rstrip()} []\n')
+
+
+class UnwinderTest(ElfTest):
+    """Who walks the stack, of this process or another, comes through the trampolines."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        arch = archs.get(perf_trampoline.status()['architecture'])
+        cls.probe_directory = Path(tempfile.mkdtemp(prefix='elf-images-'))
+        cls.addClassCleanup(shutil.rmtree, cls.probe_directory)
+        cls.compiler = shutil.which(f'{arch.prefix}g++') or (not EMULATED and shutil.which('c++'))
+        if not cls.compiler:
+            raise unittest.SkipTest('there is no C++ compiler')
+
+    def probe(self, *flags):
+        library = self.probe_directory / f'probe{len(flags)}.so'
+        if not library.exists():
+            unwinder = '#include <libunwind.h>\n'
+            has_libunwind = not subprocess.run([self.compiler, '-E', '-x', 'c++', '-'], input=unwinder, text=True,
+                                               capture_output=True).returncode
+            subprocess.run([self.compiler, '-O1', '-shared', '-fPIC', '-o', library, *flags,
+                            Path(__file__).with_name('perf_unwind_probe.cc'), '-pthread',
+                            *(['-lunwind'] if has_libunwind else [])], check=True)
+        return library
+
+    def call(self, leaf, *flags, way='one(leaf)', **options):
+        """Run a program in which five Python functions call `leaf` of the probe; its output."""
+        done = self.run_program(NESTED + f'''
+import ctypes
+probe = ctypes.CDLL({str(self.probe(*flags))!r})
+def leaf(): {leaf}
+Callback = ctypes.CFUNCTYPE(None)
+callback = Callback(lambda: one(leaf))
+{way}
+''', **options)
+        self.assertEqual(done.stderr, '')
+        return done.stdout
+
+    def python_names(self, text):
+        return re.findall(r'\bpy::(.+?):<string>', text)[::-1]
+
+    def test_backtrace_shows_names(self):
+        out = self.call('probe.print_backtrace()')
+        self.assertEqual(self.python_names(out), ['<module>', *NESTED_NAMES, 'leaf'])
+        self.assertIn('_start', out.splitlines()[-1] + out)
+
+    def test_libunwind_shows_names(self):
+        if b'print_libunwind' not in self.probe().read_bytes():
+            self.skipTest('libunwind is missing: install libunwind-dev')
+        self.assertEqual(self.python_names(self.call('probe.print_libunwind()')), ['<module>', *NESTED_NAMES, 'leaf'])
+
+    def test_cxx_exception_is_caught(self):
+        self.assertEqual(self.call('probe.throw_number(42)', way='probe.catch_number(callback)'), 'caught 42\n')
+
+    def test_pthread_exit_unwinds(self):
+        self.assertEqual(self.call('probe.exit_thread()', way='probe.join_thread(callback)'), 'unwound\nexited\n')
+
+    def test_pthread_cancel_unwinds(self):
+        self.assertEqual(self.call('probe.cancel_thread()', way='probe.join_thread(callback)'), 'unwound\ncancelled\n')
+
+    WAITING = NESTED + "def leaf():\n  print('ready', flush=True)\n  sys.stdin.read()\none(leaf)\n"
+
+    @unittest.skipIf(EMULATED, 'the process is the emulator')
+    def test_gdb_shows_names_and_lines(self):
+        with self.running(self.WAITING) as process:
+            done = self.tool('gdb', '-nx', '-batch', '-p', process.pid, '-ex', 'bt')
+        frames = re.findall(r'(?m)^#\d+ .* in py::(.+?):<string> \(\) at <string>:(\d+)$', done.stdout)[::-1]
+        first_line = PRELUDE.count('\n') + ACTIVATE.count('\n')
+        lines = [None, *(first_line + line for line in (2, 3, 5, 5, 7, 8))]
+        self.assertEqual([name for name, _ in frames], ['<module>', *NESTED_NAMES, 'leaf'])
+        self.assertEqual([int(line) for _, line in frames][1:], lines[1:])
+        self.assertNotIn('corrupt', done.stdout)
+
+    @unittest.skipIf(EMULATED, 'the process is the emulator')
+    def test_eu_stack_shows_names(self):
+        with self.running(self.WAITING) as process:
+            done = self.tool('eu-stack', '-p', process.pid, check=False)
+        self.assertEqual(self.python_names(done.stdout), ['<module>', *NESTED_NAMES, 'leaf'])
+
+    @unittest.skipIf(EMULATED, 'the process is the emulator')
+    def test_loader_that_waits_for_the_interpreter_lock_does_not_wait_for_ever(self):
+        self.probe('-DWAITS_FOR_GIL')
+        done = self.run_program(f'''
+import ctypes, shutil
+library = {str(self.probe('-DWAITS_FOR_GIL'))!r}
+def load():
+    for i in range(100):
+        shutil.copy(library, f'{self.directory}/{{i}}.lib')
+        ctypes.CDLL(f'{self.directory}/{{i}}.lib')
+sys.setswitchinterval(1e-5)
+thread = threading.Thread(target=load)
+thread.start()
+i = 0
+while thread.is_alive():
+    function(f'{"name" * 500}_{{i}}')()
+    i += 1
+print(i)
+''', timeout=60)
+        self.assertGreater(len(self.images()), 2)
+        self.assertIn(f'py::{"name" * 500}_{int(done.stdout) - 1}:/x.py', self.names())
+
+
+class CheckerTest(ElfTest):
+    """Programs that watch memory accept the images."""
+
+    SOURCE = NESTED + "for i in range(1500): function(f'f_{i}')()\none(lambda: print('fine'))\n"
+
+    @unittest.skipIf(EMULATED, 'the process is the emulator')
+    def test_valgrind(self):
+        program = self.directory / 'program.py'
+        program.write_text(PRELUDE + ACTIVATE + self.SOURCE)
+        done = self.tool('env', f'PERF_TRAMPOLINE_DIR={self.directory}', 'PYTHONMALLOC=malloc', 'valgrind',
+                         *([] if FULL else ['--tool=none']), sys.executable, program)
+        self.assertEqual(done.stdout, 'fine\n')
+        self.assertRegex(done.stderr, 'ERROR SUMMARY: 0 errors' if FULL else r'==\d+== \n\Z')
+        self.assertIn('py::f_1499:/x.py', self.names())
+
+    @unittest.skipIf(EMULATED, 'the process is the emulator')
+    @unittest.skipUnless(FULL, 'builds the extension again')
+    def test_sanitizers(self):
+        if not shutil.which('gcc'):
+            self.skipTest('gcc is missing')
+        with tempfile.TemporaryDirectory(prefix='elf-sanitized-') as build:
+            base = os.path.realpath(sys.executable)
+            for command in ([SOURCE / 'configure', '-q', f'--with-python={base}'],
+                            ['make', '-s', 'CFLAGS=-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined']):
+                subprocess.run(list(map(str, command)), cwd=build, check=True, capture_output=True)
+            library = subprocess.run(['gcc', '-print-file-name=libasan.so'], text=True, capture_output=True).stdout.strip()
+            done = perf_support.run(['-c', PRELUDE + ACTIVATE + self.SOURCE], python=[f'{build}/bin/python'],
+                                    env=os.environ | self.env({'LD_PRELOAD': library, 'PYTHONMALLOC': 'malloc',
+                                                               'ASAN_OPTIONS': 'detect_leaks=0'}))
+        self.assertEqual((done.stdout, done.stderr), ('fine\n', ''))
+
+
+BUSY = NESTED + '''
+def leaf():
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for i in range(1000): pass
+'''
+
+
+@unittest.skipIf(EMULATED, 'perf sees the emulator')
+class ProfilerTest(ElfTest, test_perf_profiler.Profiles):
+    """perf record, then perf script: with nothing between and no option for our sake."""
+
+    def setUp(self):
+        ElfTest.setUp(self)
+        test_perf_profiler.Profiles.setUp(self)
+
+    def check_profile(self, version=None, suite=None, **options):
+        python, env = perf_support.interpreter(version) if version else ((sys.executable,), os.environ)
+        try:
+            perf = roots.perf(suite) if suite else ('perf',)
+        except roots.Unavailable as error:
+            self.skipTest(str(error))
+        super().check_profile('perf_elf', python=python, env=env | self.env(), perf=perf,
+                              frame_pointers=version == '3.15', **options)
+
+    def test_dwarf_stacks_are_whole(self):
+        self.check_profile()
+
+    def test_dwarf_stacks_are_whole_on_3_13(self):
+        self.check_profile('3.13', 'sid')
+
+    @unittest.skipUnless(FULL, '3.13 and 3.15 are enough for every day')
+    def test_dwarf_stacks_are_whole_on_3_14(self):
+        self.check_profile('3.14', 'sid')
+
+    def test_dwarf_stacks_are_whole_on_3_15(self):
+        self.check_profile('3.15', 'sid')
+
+    def test_frame_pointer_stacks_are_whole_on_3_15(self):
+        self.check_profile('3.15', 'sid', call_graph='fp', mode='fp')
+
+    def record(self, *options, perf=('perf',), home=None):
+        """A recording's path."""
+        data = self.directory / f'{time.monotonic_ns()}.data'
+        noise = subprocess.run([*perf, 'record', '-q', '-o', data, '-e', perf_script.EVENT, '-F', '250',
+                                '--call-graph', 'dwarf,32768', *map(str, options)], text=True, capture_output=True,
+                               env=os.environ | self.env({'HOME': str(home or self.directory), 'PERF_CONFIG': '/dev/null'}))
+        self.assertEqual(noise.returncode, 0, noise.stderr)
+        return data
+
+    def stacks(self, data, pid, perf=('perf',)):
+        """The Python names of each sample of a process, outermost first."""
+        return [[name[0] for frame in reversed(sample.stack) if (name := perf_script.python_name(frame))]
+                for sample in perf_script.samples(data, perf) if sample.pid == pid]
+
+    def check_attached(self, *options):
+        source = BUSY + "seconds = 60\nprint('ready', flush=True)\none(leaf)"
+        with self.running(source) as process:
+            options = [str(process.pid) if option == 'PID' else option for option in options]
+            stacks = self.stacks(self.record(*options, '--', 'sleep', '1.5'), process.pid)
+        self.assertGreater(len(stacks), 200)
+        whole = stacks.count(['<module>', *NESTED_NAMES, 'leaf'])
+        self.assertGreaterEqual(whole, 0.99 * len(stacks))
+
+    def test_running_process_can_be_recorded(self):
+        self.check_attached('-p', 'PID')
+
+    @unittest.skipIf(os.geteuid(), 'only root may record the whole system')
+    def test_whole_system_can_be_recorded(self):
+        self.check_attached('-a')
+
+    def test_source_lines_are_known(self):
+        for suite in None, 'sid':
+            with self.subTest(suite):
+                perf = roots.perf(suite) if suite else ('perf',)
+                data = self.record('--', sys.executable, '-c', PRELUDE + ACTIVATE + BUSY + 'seconds = 0.2\none(leaf)', perf=perf)
+                done = self.tool(*perf, 'script', '-i', data, '-F', 'ip,sym,srcline', check=False)
+                line = (PRELUDE + ACTIVATE).count('\n')
+                for name, line in ('one', line + 2), ('two', line + 3), ('four', line + 7), ('leaf', line + 9):
+                    self.assertRegex(done.stdout, rf'py::{name}:<string>.*\n\s+<string>:{line}\n')
+
+    def test_function_that_died_keeps_its_share(self):
+        data = self.record('--', sys.executable, '-c', PRELUDE + ACTIVATE + BUSY + '''
+seconds = 2
+def run():
+    namespace = {'leaf': leaf}
+    exec(compile('def dead(leaf): leaf()', '/dead.py', 'exec'), namespace)
+    namespace['dead'](leaf)
+run()
+for i in range(10000): function(f'later_{i}')()
+''')
+        stacks = [stack for sample in [None] for stack in self.all_stacks(data)]
+        dead = sum('dead' in stack for stack in stacks)
+        self.assertGreater(dead, 0.7 * len(stacks))
+        self.assertGreater(dead, 400)
+        self.assertEqual(sum('dead' in stack and stack[-1] != 'leaf' for stack in stacks), 0)
+
+    def all_stacks(self, data):
+        return self.stacks(data, next(perf_script.samples(data)).pid)
+
+    def test_second_recording_of_a_process_names_what_was_new(self):
+        """perf keeps copies of what it has a build-id of, and would go on to use the first."""
+        source = BUSY + '''
+for line in sys.stdin:
+    namespace = {'leaf': leaf}
+    exec(compile(f'def {line.strip()}(leaf): leaf()', '/new.py', 'exec'), namespace)
+    seconds = 1.2
+    print('started', flush=True)
+    namespace[line.strip()](leaf)
+    print('ended', flush=True)
+'''
+        for suite in None, 'sid':
+            with self.subTest(suite), tempfile.TemporaryDirectory(dir='/dev/shm') as home:
+                perf = roots.perf(suite) if suite else ('perf',)
+                self.assertNotEqual(os.stat(home).st_dev, self.directory.stat().st_dev)
+                datas = []
+                with self.running("print('ready', flush=True)\n" + source) as process:
+                    for name in 'first', 'second':
+                        print(name, file=process.stdin, flush=True)
+                        self.assertEqual(process.stdout.readline(), 'started\n')
+                        datas.append(self.record('-p', process.pid, '--', 'sleep', '1', perf=perf, home=home))
+                        self.assertEqual(process.stdout.readline(), 'ended\n')
+                for name, data in zip(('first', 'second'), datas):
+                    done = self.tool('env', f'HOME={home}', *perf, 'script', '-i', data, '-F', 'ip,sym', check=False)
+                    self.assertGreater(done.stdout.count(f'py::{name}:/new.py'), 100)
+                    self.assertNotIn('[unknown] (' + str(self.directory), done.stdout)
+
+
+if __name__ == '__main__':
+    unittest.main()
