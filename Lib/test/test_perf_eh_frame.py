@@ -143,7 +143,8 @@ class TableTests(TestCase):
             self.load(*reversed(self.lines))
 
     def test_half_filled_line_is_refused(self):
-        with self.refused(2, "18 columns, not 19"):
+        columns = len(archs.Arch.__dataclass_fields__)
+        with self.refused(2, f"{columns - 1} columns, not {columns}"):
             self.load(self.lines[0].rpartition(" ")[0])
 
     def test_every_typed_column_is_checked(self):
@@ -437,9 +438,9 @@ class RefusalTests(TestCase):
         with self.refused(16, "does not restore"):
             self.x86_64(("        .cfi_restore %rbp\n", ""))
         with self.refused(16, "behind the code"):
-            self.x86_64(("        .cfi_def_cfa %rsp, 8\n        .cfi_restore %rbp\n"
+            self.x86_64(("        .cfi_def_cfa_offset 8\n        .cfi_restore %rbp\n"
                          "    ret\n",
-                         "ret\n.cfi_def_cfa %rsp, 8\n.cfi_restore %rbp\n"))
+                         "ret\n.cfi_def_cfa_offset 8\n.cfi_restore %rbp\n"))
 
     def test_E17_size_of_eh_frame(self):
         with self.refused(17, "58 bytes"):
@@ -475,7 +476,7 @@ class RefusalTests(TestCase):
         with self.refused(21, "r7+16, the table says r7+8"):
             self.x86_64((".cfi_startproc",
                          ".cfi_startproc\n.cfi_def_cfa_offset 16"),
-                        ("%rsp, 8", "%rsp, 16"))
+                        ("cfa_offset 8", "cfa_offset 16"))
 
     def test_E22_stale_header_names_file_difference_and_cure(self):
         root, arch = self.tree(), ARCHS["x86_64"]

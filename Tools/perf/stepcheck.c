@@ -8,9 +8,7 @@
    latter holds, or NULL. */
 
 #include <stdint.h>
-
-typedef void *evaluator_t(void *ts, void *frame, int throwflag);
-typedef void *trampoline_t(void *ts, void *frame, int throwflag, evaluator_t *evaluator);
+#include <stdio.h>
 
 /* What a call should bring to the evaluator and back, and what it did. */
 struct call {
@@ -44,14 +42,9 @@ evaluator_t *const evaluator_address = evaluator;
 
 #else
 
-#include "stepcheck.h"
-
-#include <stdio.h>
-
 /* For stepcheck.py. */
 evaluator_t *evaluator;
-trampoline_t *slot;
-uint8_t *eh_frame;
+uint8_t *slot, *eh_frame;
 void ready(void) {}
 void (*volatile tell_ready)(void) = ready;
 
@@ -128,7 +121,7 @@ check_call(bool through_copy)
     }
     sent = (struct call){random_bits(), random_bits(), (int)random_bits(), random_bits(), 0};
     received = (struct call){.result = sent.result};
-    int failed = differs("result", sent.result, through_copy ? call_pointer(slot) : call_linked());
+    int failed = differs("result", sent.result, through_copy ? call_pointer((trampoline_t *)slot) : call_linked());
     failed |= differs("the frame pointer", (uintptr_t)frame_before, (uintptr_t)frame_after);
     for (int i = 0; i < num_registers; i++) {
         failed |= differs(names[i], before[i], after[i]);
@@ -142,7 +135,7 @@ check_call(bool through_copy)
 int
 main(int argc, char **argv)
 {
-    slot = (trampoline_t *)make_slots(1, template.code_size, &eh_frame);
+    make_slots(1, &slot, &eh_frame);
     evaluator = evaluator_address;
     tell_ready();
     for (long calls = argc > 1 ? atol(argv[1]) : 1; calls > 0; calls--) {

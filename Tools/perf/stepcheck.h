@@ -1,52 +1,62 @@
-/* The package's own code in a program without an interpreter, for stepcheck.c and unwindcheck.c. */
+/* For a program of the package's own code without an interpreter: included first, by the compiler's command line. */
 
 #ifndef STEPCHECK_H
 #define STEPCHECK_H
+#ifndef __ASSEMBLER__
 
+#define _GNU_SOURCE
 #include <assert.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 /* In place of pycore_perf_compat.h, whatever the core reads of Python.h. */
 #define Py_INTERNAL_PERF_COMPAT_H
 #define PY_HAVE_PERF_TRAMPOLINE
+#define Py_ARRAY_LENGTH(array) (sizeof(array) / sizeof((array)[0]))
 typedef struct PyObject PyObject;
 typedef struct PyInterpreterState PyInterpreterState;
 typedef struct {
     PyObject *co_filename;
     int co_firstlineno;
 } PyCodeObject;
-#include "../../Python/jit_unwind.c"
 
-void
-_PyPerf_FillSlots(char *memory, size_t size, size_t slot_size)
-{
-    for (size_t at = 0; at < size; at += slot_size) {
-        memcpy(memory + at, template.code, template.code_size);
-    }
-    __builtin___clear_cache(memory, memory + size);
-}
+#include "pycore_perf_trampoline.h"
 
-/* `num_slots` trampolines in anonymous memory, executable and not writable, and behind them the unwind data. */
-static inline uint8_t *
-make_slots(size_t num_slots, uint32_t slot_size, uint8_t **out_eh_frame)
+typedef void *evaluator_t(void *ts, void *frame, int throwflag);
+typedef void *trampoline_t(void *ts, void *frame, int throwflag, evaluator_t *evaluator);
+
+/* Trampolines in anonymous memory, executable and not writable, and on the next page their unwind data. */
+static inline _PyPerf_CodeRegions
+make_slots(size_t num_slots, uint8_t **out_slots, uint8_t **out_eh_frame)
 {
     const char *reason;
-    size_t page_size = sysconf(_SC_PAGESIZE), size = _PyPerf_ALIGN(num_slots * slot_size, page_size);
-    char *memory = mmap(NULL, size + page_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (_PyPerf_GetTemplate(&reason) == NULL || memory == MAP_FAILED) {
+    const _PyPerf_Template *template = _PyPerf_GetTemplate(&reason);
+    if (template == NULL) {
         abort();
     }
-    _PyPerf_FillSlots(memory, num_slots * slot_size, slot_size);
-    *out_eh_frame = (uint8_t *)memory + size;
-    elf_init_ehframe_perf(*out_eh_frame, &(_PyPerf_CodeRegions){-(int32_t)size, template.code_size, slot_size, num_slots});
-    if (mprotect(memory, size, PROT_READ | PROT_EXEC) < 0) {
+    size_t slot_size = _PyPerf_ALIGN(template->code_size, 16), page_size = sysconf(_SC_PAGESIZE);
+    size_t size = _PyPerf_ALIGN(num_slots * slot_size, page_size);
+    uint8_t *slots = mmap(NULL, size + page_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (slots == MAP_FAILED) {
         abort();
     }
-    return (uint8_t *)memory;
+    for (size_t i = 0; i < num_slots; i++) {
+        memcpy(slots + i * slot_size, template->code, template->code_size);
+    }
+    __builtin___clear_cache((char *)slots, (char *)slots + size);
+    _PyPerf_CodeRegions regions = {-(int32_t)size, template->code_size, slot_size, num_slots};
+    elf_init_ehframe_perf(slots + size, &regions);
+    if (mprotect(slots, size, PROT_READ | PROT_EXEC) < 0) {
+        abort();
+    }
+    *out_slots = slots;
+    *out_eh_frame = slots + size;
+    return regions;
 }
 
+#endif
 #endif

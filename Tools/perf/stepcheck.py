@@ -13,10 +13,10 @@ No architecture is known here.  The stub names its registers, the assembler says
 the one that moves; the rest is in the table.  Callee-saved registers and the stack below hold random bits on entry, so
 that nothing is right by accident.  At each address, and once more as seen from inside the evaluator, the row must be
 
-    true      it gives the CFA and the return address as on entry, the callee-saved registers and sp as after the return;
-    at once   from a save to the end of the restoring instruction it names the slot, while the frame pointer is set up
-              the CFA hangs on it.  For an instruction or two another row is just as true, but then a save or restore
-              could change places with its neighbour, and unwinders have fast paths for just this shape.
+    true      it gives the CFA, the return address, the callee-saved registers and sp of the caller, out of registers
+              and of what lies above sp, for a profiler copies no more;
+    exact     it names a slot from behind the save to the end of the restoring instruction, and the CFA by sp.  For an
+              instruction or two another row is just as true here, but not in every evaluator and unwinder.
 
 The frame chain, which perf record -g follows, must lead out of the evaluator.
 """
@@ -40,7 +40,8 @@ import sys
 import tempfile
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE))
 
 import archs
 import eh_frame
@@ -71,6 +72,10 @@ class Program:
                             for symbol in elf.get_section_by_name(".symtab").iter_symbols()}
 
 
+def headers(tree):
+    return [f"-I{tree / 'Include/internal'}", "-include", HERE / "stepcheck.h"]
+
+
 class Build:
     """The programs of one architecture, for its trampoline or for a mutant of it."""
 
@@ -87,7 +92,7 @@ class Build:
         self.cflags = ["-std=gnu11", "-O2", "-Wall", *arch.chain_cflags, f"-DREGISTERS={registers}",
                        f"-DFRAME={'__builtin_frame_address(0)' if arch.fp else 'NULL'}"]
         self.evaluator = self.scratch / "libevaluator.so"
-        gen.run([self.gcc, *self.cflags, "-DEVALUATOR", "-fPIC", "-shared", gen.ROOT / "Tools/perf/stepcheck.c",
+        gen.run([self.gcc, *self.cflags, "-DEVALUATOR", "-fPIC", "-shared", HERE / "stepcheck.c", *headers(gen.ROOT),
                  "-o", self.evaluator])
 
     def tree(self, source):
@@ -102,9 +107,8 @@ class Build:
 
     def program(self, tree=gen.ROOT):
         program = tree / "stepcheck" if tree != gen.ROOT else self.scratch / "stepcheck"
-        gen.run([self.gcc, *self.cflags, "-no-pie", f"-I{tree / 'Include/internal'}",
-                 gen.ROOT / "Tools/perf/stepcheck.c", tree / self.arch.source, self.evaluator,
-                 f"-Wl,-rpath,{self.scratch}", "-o", program])
+        gen.run([self.gcc, *self.cflags, "-no-pie", HERE / "stepcheck.c", gen.ROOT / "Python/jit_unwind.c",
+                 tree / self.arch.source, *headers(tree), self.evaluator, f"-Wl,-rpath,{self.scratch}", "-o", program])
         return Program(program)
 
     def mutant(self, trampoline, tree):
@@ -435,7 +439,7 @@ def judge(arch, trace, frame):
         row = frame.row(moment.pc)
         where = f"+{moment.pc - trace.start:#04x}: "
         problems = untruths(arch, trace, frame, row, moment) if row else ["no row"]
-        yield from map(where.__add__, problems or (lateness(arch, trace, frame, row, index) if row else []))
+        yield from map(where.__add__, problems or inexactness(arch, trace, frame, row, index))
     yield from map("in the evaluator: ".__add__, seen_from_evaluator(arch, trace, frame))
     yield from map("after the return: ".__add__, not_kept(arch, trace))
 
@@ -447,7 +451,10 @@ def untruths(arch, trace, frame, row, moment):
         return [f"CFA=r{register}{offset:+} is {cfa - trace.cfa:+} off"]
 
     def rule(register, default):
-        return moment.word(cfa + row.registers[register]) if register in row.registers else default
+        if register not in row.registers:
+            return default
+        slot = cfa + row.registers[register]
+        return moment.word(slot) if slot >= moment.registers[arch.sp.dwarf] else None
 
     problems = []
     if rule(frame.ra_column, moment.registers.get(frame.ra_column)) != trace.ra:
@@ -466,8 +473,8 @@ def place(row, register):
     return f"[CFA{row.registers[register]:+}]" if register in row.registers else f"r{register}"
 
 
-def lateness(arch, trace, frame, row, index):
-    """Where a true row is not the one that describes this instruction."""
+def inexactness(arch, trace, frame, row, index):
+    """Why a true row is not the one for this instruction."""
     moment = trace.steps[index]
     for register, value in (trace.caller | {frame.ra_column: trace.ra}).items():
         spoilt = any(later.registers.get(register) != value for later in trace.steps[index:])
@@ -477,11 +484,8 @@ def lateness(arch, trace, frame, row, index):
     unknown = set(row.registers) - set(trace.caller) - {frame.ra_column}
     if unknown and len(trace.caller) == len(arch.callee_saved):
         yield f"rules for {unknown}, which the caller does not expect back"
-    if arch.fp:
-        fp = arch.fp.dwarf
-        base = fp if moment.registers[fp] == trace.evaluator.registers[fp] else arch.sp.dwarf
-        if row.cfa[0] != base:
-            yield f"CFA=r{row.cfa[0]}, not r{base}"
+    if row.cfa[0] != arch.sp.dwarf:
+        yield f"CFA=r{row.cfa[0]}, not by sp: while the evaluator returns, no other register is sure"
 
 
 def seen_from_evaluator(arch, trace, frame):
