@@ -195,7 +195,7 @@ _PyPerf_EncodePath(PyObject *text, char *path, size_t size)
     size_t used = 0;
     for (Py_ssize_t i = 0; i < PyUnicode_GET_LENGTH(text) && used + ESCAPED_MAX < size; i++) {
         Py_UCS4 c = PyUnicode_READ_CHAR(text, i);
-        if (c < 0x80) {
+        if (c != 0 && c < 0x80) {
             path[used++] = (char)c;
         }
         else if (c >= 0xdc80 && c <= 0xdcff) {
@@ -204,6 +204,9 @@ _PyPerf_EncodePath(PyObject *text, char *path, size_t size)
         else {
             used += escape_character(c, path + used);
         }
+    }
+    if (used == 0) {
+        path[used++] = '?';
     }
     return used;
 }

@@ -108,7 +108,7 @@ class ProgramTest(unittest.TestCase):
 
     def run_program(self, source, *options, env=(), **run_options):
         """Run `source` with the interpreter's `options`; see run()."""
-        switches = 'PYTHONPERFSUPPORT', 'PYTHON_PERF_JIT_SUPPORT', 'PYTHON_PERF_NATIVE'
+        switches = 'PYTHONPERFSUPPORT', 'PYTHON_PERF_JIT_SUPPORT', 'PYTHON_PERF_ELF_SUPPORT', 'PYTHON_PERF_NATIVE'
         env = {name: value for name, value in os.environ.items() if name not in switches} | dict(env)
         done = run([*options, '-c', textwrap.dedent(source)], env=env, **run_options)
         self.addCleanup(remove_files, done.pid)

@@ -29,8 +29,9 @@ typedef struct {
 typedef void *evaluator_t(void *ts, void *frame, int throwflag);
 typedef void *trampoline_t(void *ts, void *frame, int throwflag, evaluator_t *evaluator);
 
-/* Trampolines in anonymous memory, executable and not writable, and on the next page their unwind data. */
-static inline _PyPerf_CodeRegions
+/* Trampolines in anonymous memory, executable and not writable, and on the next page their unwind data. Returns how far
+   they are apart. */
+static inline size_t
 make_slots(size_t num_slots, uint8_t **out_slots, uint8_t **out_eh_frame)
 {
     const char *reason;
@@ -48,14 +49,13 @@ make_slots(size_t num_slots, uint8_t **out_slots, uint8_t **out_eh_frame)
         memcpy(slots + i * slot_size, template->code, template->code_size);
     }
     __builtin___clear_cache((char *)slots, (char *)slots + size);
-    _PyPerf_CodeRegions regions = {-(int32_t)size, template->code_size, slot_size, num_slots};
-    elf_init_ehframe_perf(slots + size, &regions);
+    elf_init_ehframe_perf(slots + size, &(_PyPerf_CodeRegions){-(int32_t)size, template->code_size, slot_size, num_slots});
     if (mprotect(slots, size, PROT_READ | PROT_EXEC) < 0) {
         abort();
     }
     *out_slots = slots;
     *out_eh_frame = slots + size;
-    return regions;
+    return slot_size;
 }
 
 #endif

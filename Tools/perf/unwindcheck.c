@@ -40,8 +40,8 @@ _PyPerf_FillSlots(char *memory, size_t size, size_t slot_size)
 
 /* For gdb too. */
 static _PyPerf_CodeMemory memory;
-static trampoline_t *slots[LENGTH];
-static uintptr_t return_addresses[LENGTH];      /* into each slot */
+static trampoline_t *callees[LENGTH + 1];       /* the slots, and the end */
+static uintptr_t return_addresses[LENGTH + 1];  /* into main, and into each slot */
 static uintptr_t expected[2 * LENGTH + 1], found[MAX_FRAMES];
 static size_t num_found;
 static int failed;
@@ -67,14 +67,18 @@ compare(const char *name)
     }
 }
 
+__attribute__((noinline)) static bool
+add(uintptr_t ip)
+{
+    found[num_found++] = ip;
+    return num_found < MAX_FRAMES;
+}
+
 static _Unwind_Reason_Code
 collect(struct _Unwind_Context *context, void *unused)
 {
     (void)unused;
-    if (num_found < MAX_FRAMES) {
-        found[num_found++] = _Unwind_GetIP(context);
-    }
-    return _URC_NO_REASON;
+    return add(_Unwind_GetIP(context)) ? _URC_NO_REASON : _URC_END_OF_STACK;
 }
 
 static void
@@ -91,22 +95,22 @@ walk_with_libunwind(void)
     unw_cursor_t cursor;
     unw_getcontext(&context);
     unw_init_local(&cursor, &context);
+    unw_word_t ip;
     do {
-        unw_word_t ip;
         unw_get_reg(&cursor, UNW_REG_IP, &ip);
-        found[num_found++] = ip;
-    } while (num_found < MAX_FRAMES && unw_step(&cursor) > 0);
+    } while (add(ip) && unw_step(&cursor) > 0);
 }
 #endif
 
-/* As the kernel does for perf record -g. The chain ends where main's callers do not keep it. */
-static void
+/* As the kernel does for perf record -g. It must not be inlined, for on s390x this builtin gives the caller's frame, nor
+   be a leaf, for on riscv64 these have no return address in theirs. */
+__attribute__((noinline)) static void
 walk_chain(void)
 {
     uintptr_t frame = (uintptr_t)__builtin_frame_address(0);
-    while (num_found < 2 * LENGTH + 2) {
+    for (int i = 0; i < 2 * LENGTH + 2; i++) {
         uintptr_t next = *(uintptr_t *)(frame + CHAIN_NEXT);
-        found[num_found++] = *(uintptr_t *)((CHAIN_RA_IN_NEXT ? next : frame) + CHAIN_RA);
+        add(*(uintptr_t *)((CHAIN_RA_IN_NEXT ? next : frame) + CHAIN_RA));
         frame = next;
     }
 }
@@ -129,8 +133,8 @@ end_of_chain(void *ts, void *frame, int level, evaluator_t *evaluator)
     uintptr_t *next = expected;
     for (int i = LENGTH - 1; i >= 0; i--) {
         *next++ = (uintptr_t)__builtin_return_address(0);
-        *next++ = return_addresses[i];
-        uintptr_t offset = return_addresses[i] - (uintptr_t)slots[i];
+        *next++ = return_addresses[i + 1];
+        uintptr_t offset = return_addresses[i + 1] - (uintptr_t)callees[i];
         if (offset == 0 || offset > template->code_size) {
             abort();
         }
@@ -140,41 +144,20 @@ end_of_chain(void *ts, void *frame, int level, evaluator_t *evaluator)
         walk_by("frame chain", walk_chain);
         walk_by("libgcc", walk_with_libgcc);
 #ifdef HAVE_LIBUNWIND
-        walk_by("libunwind", walk_with_libunwind);
+        if (image) {                            /* it does not know __register_frame() */
+            walk_by("libunwind", walk_with_libunwind);
+        }
 #endif
     }
     return ts;
 }
 
+/* Without a branch, lest the compiler makes two calls of one. */
 __attribute__((noinline)) static void *
 evaluator(void *ts, void *frame, int level)
 {
-    if (level > 0) {
-        return_addresses[level - 1] = (uintptr_t)__builtin_return_address(0);
-    }
-    trampoline_t *callee = level < LENGTH ? slots[level] : end_of_chain;
-    return (char *)callee(ts, frame, level + 1, evaluator) + 1;
-}
-
-static void
-make_registered(void)
-{
-    uint8_t *base, *eh_frame;
-    _PyPerf_CodeRegions regions = make_slots(LENGTH, &base, &eh_frame);
-    memory = (_PyPerf_CodeMemory){.base = (uintptr_t)base, .slot_size = regions.spacing, .num_slots = LENGTH};
-    __register_frame(eh_frame);                 /* zeros follow, which end it */
-#ifdef HAVE_LIBUNWIND
-    size_t hdr_offset = elf_ehframe_size_perf(LENGTH) + 4;
-    uint8_t *hdr = eh_frame + hdr_offset;
-    elf_init_ehframe_hdr_perf(hdr, hdr_offset, &regions);
-    static unw_dyn_info_t info;
-    info = (unw_dyn_info_t){
-        .start_ip = memory.base, .end_ip = memory.base + LENGTH * memory.slot_size, .format = UNW_INFO_FORMAT_TABLE,
-        .u.ti = {.segbase = (uintptr_t)hdr, .table_len = LENGTH * 8 / sizeof(unw_word_t),
-                 .table_data = (unw_word_t *)(hdr + 12)},
-    };
-    _U_dyn_register(&info);
-#endif
+    return_addresses[level] = (uintptr_t)__builtin_return_address(0);
+    return (char *)callees[level](ts, frame, level + 1, evaluator) + 1;
 }
 
 int
@@ -183,7 +166,10 @@ main(int argc, char **argv)
     const char *reason, *directory = argc > 1 ? argv[1] : NULL;
     template = _PyPerf_GetTemplate(&reason);
     if (directory == NULL) {
-        make_registered();
+        uint8_t *slots, *eh_frame;
+        memory.slot_size = make_slots(LENGTH, &slots, &eh_frame);
+        memory.base = (uintptr_t)slots;
+        __register_frame(eh_frame);             /* zeros follow, which end it */
     }
     else {
         _PyPerfElf_SetDirectories(directory);
@@ -195,11 +181,13 @@ main(int argc, char **argv)
         }
     }
     for (int i = 0; i < LENGTH; i++) {
-        slots[i] = (trampoline_t *)(memory.base + i * memory.slot_size);
-        if (directory && _PyPerf_elf_backend.publish(&memory, (uintptr_t)slots[i], &(PyCodeObject){NULL, i + 1}) != 0) {
+        uintptr_t slot = memory.base + i * memory.slot_size;
+        callees[i] = (trampoline_t *)slot;
+        if (directory && _PyPerf_elf_backend.publish(&memory, slot, &(PyCodeObject){NULL, i + 1}) != 0) {
             return 2;
         }
     }
+    callees[LENGTH] = end_of_chain;
     if (evaluator(NULL, NULL, 0) != (char *)NULL + LENGTH + 1) {
         return 2;
     }

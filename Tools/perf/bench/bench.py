@@ -9,6 +9,7 @@ instructions come from valgrind and repeat exactly.  What follows the version of
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -33,7 +34,7 @@ import roots
 HERE = Path(__file__).resolve().parent
 OURS = 'perf', 'perf_jit', 'perf_elf'
 OWN = {'own perf': (3, 12), 'own perf_jit': (3, 13)}        # since which version
-COLUMNS = ['plain', 'floor', *OURS, *OWN]
+COLUMNS = ['floor', *OURS, *OWN]
 # Ours are compared with what gives the same profile.
 RIVALS = {'perf': 'own perf', 'perf_jit': 'own perf_jit', 'perf_elf': 'own perf_jit'}
 
@@ -135,9 +136,15 @@ def interleaved(rounds, columns, measure):
     return samples
 
 
-def over(base, samples, scale=1.0):
+def counted(columns, measure):
+    """The same for what repeats exactly, and may therefore be counted side by side."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return {column: [value] for column, value in zip(columns, pool.map(measure, columns))}
+
+
+def over(base, samples):
     """What each sample has more than that of the column `base` in the same round."""
-    return {column: [(value - least) * scale for value, least in zip(values, samples[base])]
+    return {column: [value - least for value, least in zip(values, samples[base])]
             for column, values in samples.items() if column not in ('plain', base)}
 
 
@@ -181,7 +188,7 @@ def call_instructions(python, options):
         return (many - few) / 4
 
     for workload, num_calls in ('fib', 3193), ('methods', 3002), ('nested', 3001):
-        samples = interleaved(1, python.columns[1:], lambda column: per_call(column, workload) / num_calls)
+        samples = counted(python.columns[1:], lambda column: per_call(column, workload) / num_calls)
         yield f'instructions over the floor, {workload}', '', '20', over('floor', samples), {'own perf': 42}
 
 
@@ -208,7 +215,7 @@ def registration(python, options):
             python.program(column, 'once', number, 'alive', wrapper=['strace', '-f', '-c', '-o', log.name])
             return int(re.search(r'(\d+)(?:\s+\d+)?\s+total', log.read())[1])
 
-    samples = interleaved(1, python.columns[1:], lambda column: (
+    samples = counted(python.columns[1:], lambda column: (
         system_calls(column, number) - system_calls(column, number // 10)) / (number - number // 10))
     yield 'new function, system calls', '', '0.05', over('floor', samples), {'own perf': 1.0, 'own perf_jit': 2.06}
 
@@ -220,12 +227,12 @@ def registration_instructions(python, options):
     Limit: the copy of the name, 75 characters of which each must be looked at, eight or sixteen at a time.
     """
     def count(column, end):
-        few, many = (python.instructions(column, ('once', number, end)) for number in (1000, 3000))
-        return (many - few) / 2000
+        few, many = (python.instructions(column, ('once', number, end)) for number in (500, 1500))
+        return (many - few) / 1000
 
-    alive = interleaved(1, python.columns[1:], lambda column: count(column, 'alive'))
+    alive = counted(python.columns[1:], lambda column: count(column, 'alive'))
     yield 'new function, instructions', '', '', over('floor', alive)
-    both = interleaved(1, python.columns[1:], lambda column: count(column, 'dead') - alive[column][0])
+    both = counted(python.columns[1:], lambda column: count(column, 'dead') - alive[column][0])
     yield 'death of a function, instructions', '', '', over('floor', both)
 
 
@@ -287,7 +294,7 @@ def startup_instructions(python, options):
 
     with tempfile.TemporaryDirectory(prefix='bench-') as images, not_installed(python) as bare:
         least = count('plain', bare)
-        samples = interleaved(1, [column for column in python.columns if column != 'floor'], lambda column: (
+        samples = counted([column for column in python.columns if column != 'floor'], lambda column: (
             count(column, {'PERF_TRAMPOLINE_DIR': images}) / least - 1) * 100)
         yield 'start-up over not installed, instr.', '%', 'plain 1', samples
 
@@ -378,22 +385,15 @@ def cell(row, column):
     return number(row.medians[column]) + (f'±{spread:.1g}' if 0 < spread < 100 else f'±{spread:.0f}' if spread else '')
 
 
-def table(rows):
-    """The rows as text, 100 columns wide."""
-    def line(name, aim, cells):
-        return (f'{name:<38}{aim:>8}' + ''.join(f'{text:>9}' for text in cells)).rstrip()
+def line(name, aim, cells):
+    return (f'{name:<36}{aim:>8}' + ''.join(f'{text:>9}' for text in cells)).rstrip()
 
-    text = []
-    for row in rows:
-        if not text or row.interpreter != interpreter:
-            interpreter = row.interpreter
-            text += ['', line(f'CPython {interpreter}', 'aim', COLUMNS[1:])]
-        text.append(line(row.name + (f', {row.unit}' if row.unit else ''), row.aim,
-                         [cell(row, column) for column in COLUMNS[1:]]))
-        if row.ratios:
-            text.append(line('    in relation to own', '',
-                             ['', *(f'{row.ratios[c]:.2f}' if c in row.ratios else '' for c in OURS)]))
-    return '\n'.join(text)
+
+def lines(row):
+    """A row as text, 100 columns wide."""
+    yield line(row.name + (f', {row.unit}' if row.unit else ''), row.aim, [cell(row, column) for column in COLUMNS])
+    if row.ratios:
+        yield line('    in relation to own', '', ['', '', *(f'{r:.2f}' for r in map(row.ratios.get, OURS) if r)])
 
 
 def interpreters(options):
@@ -423,13 +423,14 @@ def main():
 
     pythons, rows = list(interpreters(options)), []
     for python in pythons:
+        print('', line(f'CPython {python.name}', 'aim', COLUMNS), sep='\n')
         for name in options.measure:
             # Counts are exact, and take long: of the first and the last interpreter.
             if name in COUNTING and (python not in (pythons[0], pythons[-1]) or not shutil.which('valgrind')):
                 continue
-            print(f'bench: {python.name} {name}', file=sys.stderr)
-            rows += MEASUREMENTS[name](python, options)
-    print(table(rows))
+            for row in MEASUREMENTS[name](python, options):
+                rows.append(row)
+                print(*lines(row), sep='\n', flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps([row.as_json() for row in rows], indent=1) + '\n')
 
