@@ -101,6 +101,9 @@ jitdump_publish(const _PyPerf_CodeMemory *Py_UNUSED(memory), uintptr_t slot, PyC
     static char name[_PyPerf_NAME_MAX], path[_PyPerf_NAME_MAX];
     size_t name_size = _PyPerf_FormatName(code, name);
     size_t path_size = _PyPerf_EncodePath(code->co_filename, path, sizeof(path));
+    if (path_size == 1 && path[0] == '\xff') {      /* would mean the same file as in the entry before */
+        path_size = sprintf(path, "./\xff");
+    }
     uint64_t now = monotonic_ns();
 
     jr_code_debug_info debug = {

@@ -205,9 +205,6 @@ _PyPerf_EncodePath(PyObject *text, char *path, size_t size)
             used += escape_character(c, path + used);
         }
     }
-    if (used == 0) {
-        path[used++] = '?';
-    }
     return used;
 }
 

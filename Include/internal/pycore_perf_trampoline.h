@@ -134,8 +134,7 @@ extern pid_t _PyPerf_ThreadId(void);
 #define _PyPerf_NAME_MAX 8192
 extern size_t _PyPerf_FormatName(PyCodeObject *code, char *name);
 
-/* The bytes of `text` as the file system knows them, at most `size` and at least one, none of them NUL. Returns their
-   number. */
+/* The bytes of `text` as the file system knows them, at most `size`, none of them NUL. Returns their number. */
 extern size_t _PyPerf_EncodePath(PyObject *text, char *path, size_t size);
 
 /* --- perf_file.c: files that are written through a shared mapping --- */

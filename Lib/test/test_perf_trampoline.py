@@ -115,7 +115,7 @@ class SwitchTest(TrampolineTest):
     def test_richer_of_two_options(self):
         self.check_backend('perf_jit', '-X', 'perf', '-X', 'perf_jit')
         self.check_backend('perf_jit', '-X', 'perf_jit', '-X', 'perf')
-        self.check_backend('perf_elf', '-X', 'perf_elf', '-X', 'perf')
+        self.check_backend('perf_elf', '-X', 'perf_jit', '-X', 'perf_elf')
 
     def test_richer_of_two_variables(self):
         self.check_backend('perf_jit', env={'PYTHONPERFSUPPORT': '1', 'PYTHON_PERF_JIT_SUPPORT': '1'})
