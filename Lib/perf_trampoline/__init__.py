@@ -39,7 +39,6 @@ def activate(backend="perf"):
         _core.set_directories(":".join(images.directories()))
         images.purge(images.KEPT_SECONDS)
     _take_over()
-    _reinitialize_after_fork()
     _core.activate(backend)
 
 
@@ -136,12 +135,6 @@ def _take_over():
                 os.unlink(dump)
 
 
-def _reinitialize_after_fork():
-    global _reinitialize_after_fork
-    os.register_at_fork(after_in_child=_core.after_fork_child)
-    _reinitialize_after_fork = lambda: None
-
-
 def sys_function(name):
     """What sys has under *name*: ours, or with PYTHON_PERF_NATIVE the interpreter's own."""
     function = _in_sys[name]
@@ -166,3 +159,5 @@ for _name, _function in _in_sys.items():
         setattr(sys, _name, _function)
     elif hasattr(sys, _name):
         delattr(sys, _name)
+
+os.register_at_fork(after_in_child=_core.after_fork_child)

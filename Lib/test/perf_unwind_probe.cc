@@ -9,7 +9,8 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#if __has_include(<libunwind.h>)
+/* A build of its own: libunwind brings exceptions and forced unwinding of its own, which do not go with glibc's. */
+#ifdef WITH_LIBUNWIND
 #  define UNW_LOCAL_ONLY
 #  include <libunwind.h>
 #endif
@@ -32,7 +33,7 @@ print_backtrace(void)
     fflush(stdout);
 }
 
-#ifdef UNW_LOCAL_ONLY
+#ifdef WITH_LIBUNWIND
 void
 print_libunwind(void)
 {

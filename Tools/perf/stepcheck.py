@@ -3,7 +3,7 @@
 
     stepcheck.py                  every architecture of the table
     stepcheck.py --arch riscv64   one; may be repeated
-    stepcheck.py --mutants        also break source, rows and FDE in every small way: each must be noticed
+    stepcheck.py --mutants        also judge what is slightly wrong, see stepmutants.py
     stepcheck.py --calls N        of the ABI check, a million by default
 
 stepcheck.c calls a copy of the trampoline and has jit_unwind.c make the unwind data for it.  It runs under qemu-user,
@@ -95,28 +95,11 @@ class Build:
         gen.run([self.gcc, *self.cflags, "-DEVALUATOR", "-fPIC", "-shared", HERE / "stepcheck.c", *headers(gen.ROOT),
                  "-o", self.evaluator])
 
-    def tree(self, source):
-        """What the generator and the compiler read, with another text for the .S."""
-        tree = pathlib.Path(tempfile.mkdtemp(dir=self.scratch))
-        (tree / "Include/internal").mkdir(parents=True)
-        (tree / "Python").mkdir()
-        for path in gen.ROOT.glob("Include/internal/*.h"):
-            (tree / "Include/internal" / path.name).symlink_to(path)
-        (tree / self.arch.source).write_text(source)
-        return tree
-
     def program(self, tree=gen.ROOT):
         program = tree / "stepcheck" if tree != gen.ROOT else self.scratch / "stepcheck"
         gen.run([self.gcc, *self.cflags, "-no-pie", HERE / "stepcheck.c", gen.ROOT / "Python/jit_unwind.c",
                  tree / self.arch.source, *headers(tree), self.evaluator, f"-Wl,-rpath,{self.scratch}", "-o", program])
         return Program(program)
-
-    def mutant(self, trampoline, tree):
-        """The program with the header that the generator makes of a mutated source."""
-        header = tree / self.arch.header
-        header.unlink()
-        header.write_text(gen.header(trampoline, self.arch))
-        return self.program(tree)
 
     def entry_hint(self):
         """The code of TRAMPOLINE_ENTRY_HINT, b"" if the architecture has none."""
@@ -516,122 +499,6 @@ def not_kept(arch, trace):
             yield f"r{register} was not kept"
 
 
-# ---- Mutants ----
-
-def source_mutants(arch, text):
-    """(what, source, whether code is touched): each directive dropped, moved, altered; each instruction dropped."""
-    lines = text.splitlines()
-    body = range(lines.index("    TRAMPOLINE_START") + 1, lines.index("    TRAMPOLINE_END"))
-    code = [i for i in body if lines[i].strip() and not lines[i].strip().startswith(".")]
-    directives = [i for i in body if lines[i].strip().startswith(".cfi_")]
-    operands = {i: re.split(r",? +", lines[i].strip())[1:] for i in directives}
-    named = {word for words in operands.values() for word in words if not re.fullmatch(r"-?\d+", word)}
-    names = named | {name for name in arch.callee_saved if f"%{name}" not in named}
-
-    def edited(at, replacement=(), to=None):
-        rest = [*lines[:at], *replacement, *lines[at + 1:]]
-        if to is not None:
-            rest.insert(to, lines[at])
-        return "\n".join(rest) + "\n"
-
-    for i in code:
-        yield f"line {i + 1} dropped: {lines[i].strip()}", edited(i), True
-    for i in directives:
-        what = f"line {i + 1}: {lines[i].strip()}"
-        yield f"{what} dropped", edited(i), False
-        if (before := [j for j in code if j < i]):
-            yield f"{what} moved up", edited(i, to=before[-1]), False
-        if (behind := [j for j in code if j > i]):
-            yield f"{what} moved down", edited(i, to=behind[0]), False
-        for word in operands[i]:
-            others = names - {word} if word in named else {str(int(word) + by) for by in (-WORD, WORD)}
-            for other in sorted(others):
-                yield f"{what}: {other}", edited(i, [lines[i].replace(word, other)]), False
-
-
-def frame_mutants(arch, trace):
-    """(what, Frame): each row dropped, moved, altered; the column, the range and the address off."""
-    frame, replace = trace.frame, dataclasses.replace
-    offsets = sorted(moment.pc - trace.start for moment in trace.steps)
-    registers = {frame.ra_column, *arch.callee_saved.values(),
-                 *(register.dwarf for register in (arch.sp, arch.fp, arch.ra) if register)}
-    slot = -(-trace.size // 16) * 16
-    for i, row in enumerate(frame.rows):
-        def with_row(*changed):
-            return replace(frame, rows=[*frame.rows[:i], *changed, *frame.rows[i + 1:]])
-        yield f"{row} dropped", with_row()
-        at = offsets.index(row.offset)
-        for to in offsets[max(at - 1, 0):at] + offsets[at + 1:at + 2]:
-            yield f"{row} moved to +{to:#04x}", with_row(replace(row, offset=to))
-        yield f"{row} within an instruction", with_row(replace(row, offset=row.offset + 1))
-        base, offset = row.cfa
-        cfas = [(other, offset) for other in registers - {base}] + [(base, offset + by) for by in (-WORD, -1, 1, WORD)]
-        for cfa in cfas:
-            yield f"{row}: CFA=r{cfa[0]}{cfa[1]:+}", with_row(replace(row, cfa=cfa))
-        for register, at in row.registers.items():
-            rest = {key: value for key, value in row.registers.items() if key != register}
-            slots = [(other, at) for other in registers - set(row.registers)]
-            slots += [(register, at + by) for by in (-WORD, -1, 1, WORD)]
-            yield f"{row}: without r{register}", with_row(replace(row, registers=rest))
-            for other, to in slots:
-                yield f"{row}: r{other}=[CFA{to:+}]", with_row(replace(row, registers=rest | {other: to}))
-        for other in registers - set(row.registers):
-            yield f"{row}: r{other}=[CFA-8] too", with_row(replace(row, registers=row.registers | {other: -WORD}))
-    for other in registers - {frame.ra_column}:
-        yield f"return-address column {other}", replace(frame, ra_column=other)
-    for by in 1, 4, WORD, slot:
-        for sign in 1, -1:
-            yield f"initial_location {sign * by:+}", replace(frame, start=frame.start + sign * by)
-            yield f"address_range {sign * by:+}", replace(frame, size=frame.size + sign * by)
-
-
-def same_everywhere(trace, frame):
-    """Whether an unwinder reads at every address what it reads in the frame as it is."""
-    def view(frame):
-        rows = [frame.row(trace.start + offset) for offset in range(-16, trace.size + 16)]
-        return frame.ra_column, [row and (row.cfa, row.registers) for row in rows]
-    return view(frame) == view(trace.frame)
-
-
-def kill(build, trace, trampoline, text, touches_code, calls):
-    """How a mutant of the source is found out: 'refused', 'judged', 'called', 'same', or None."""
-    tree = build.tree(text)
-    try:
-        mutant = gen.build(build.arch, tree)
-    except archs.Refusal:
-        return "refused"
-    if mutant.listing() == trampoline.listing():
-        return "same"
-    if not touches_code:
-        frame = dataclasses.replace(trace.frame, ra_column=mutant.eh_frame.ra_column, rows=mutant.eh_frame.rows)
-        return "judged" if any(judge(build.arch, trace, frame)) else None
-    program = build.mutant(mutant, tree)
-    try:
-        if not mutant.code.startswith(build.entry_hint()) or any(step(Stub, build, program, mutant)[1]):
-            return "judged"
-    except Lost:
-        return "judged"
-    return "called" if abi_problem(build, program, calls) else None
-
-
-def mutate(build, trace, trampoline, calls):
-    """Counter of kinds of kill, and what survived."""
-    count, survivors = collections.Counter(), []
-
-    def tell(what, kind):
-        count[kind or "survived"] += 1
-        if not kind:
-            survivors.append(what)
-
-    for what, frame in frame_mutants(build.arch, trace):
-        kind = "same" if same_everywhere(trace, frame) else "judged"
-        tell(what, kind if kind == "same" or any(judge(build.arch, trace, frame)) else None)
-    text = (gen.ROOT / build.arch.source).read_text()
-    for what, mutant, touches_code in source_mutants(build.arch, text):
-        tell(what, kill(build, trace, trampoline, mutant, touches_code, calls))
-    return count, survivors
-
-
 # ---- All of it ----
 
 def step(how, build, program, trampoline):
@@ -696,7 +563,8 @@ def check(arch, mutants=False, calls=1_000_000):
                 result.problems.append(f"ABI: {problem}")
             result.calls = calls
             if mutants and not result.problems:
-                result.kills, result.survivors = mutate(build, full, trampoline, min(calls, 1000))
+                import stepmutants
+                result.kills, result.survivors = stepmutants.mutate(build, full, trampoline)
     except (roots.Unavailable, archs.Refusal) as error:
         if isinstance(error, archs.Refusal) and error.number != 5:
             result.problems.append(str(error))
@@ -726,4 +594,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import stepcheck            # stepmutants does, and there should be one Lost
+    sys.exit(stepcheck.main())
