@@ -66,28 +66,25 @@ def profile(python):
     """The samples of the job: the call tree, the time of each function itself, and how many are whole."""
     root, own = Node(), collections.Counter()
     whole = 0
-    with tempfile.TemporaryDirectory(prefix='perf-demo-') as directory:
+    with tempfile.TemporaryDirectory(prefix='python-demo-') as directory:
         data = os.path.join(directory, 'perf.data')
-        pid = int(perf_script.record([python, '-X', 'perf_jit', __file__, '--job'], data,
-                                     call_graph=CALL_GRAPH, freq=FREQUENCY))
-        try:
-            for sample in perf_script.samples(perf_script.inject(data)):
-                frames, is_whole = perf_script.walk(sample.stack)
-                whole += is_whole
-                root.total += 1
-                if not is_whole:
-                    continue        # its place in the tree is not known
-                node = root
-                for frame in reversed(frames):
-                    if at := perf_script.python_name(frame):
-                        name = at
-                        node = node.callees[name]
-                        node.total += 1
-                if node is not root:
-                    node.own += 1
-                    own[name] += 1
-        finally:
-            perf_script.remove_files(pid)
+        perf_script.record([python, '-X', f'perf_elf={directory}', __file__, '--job'], data,
+                           call_graph=CALL_GRAPH, freq=FREQUENCY)
+        for sample in perf_script.samples(data):
+            frames, is_whole = perf_script.walk(sample.stack)
+            whole += is_whole
+            root.total += 1
+            if not is_whole:
+                continue        # its place in the tree is not known
+            node = root
+            for frame in reversed(frames):
+                if at := perf_script.python_name(frame):
+                    name = at
+                    node = node.callees[name]
+                    node.total += 1
+            if node is not root:
+                node.own += 1
+                own[name] += 1
     return root, own, whole
 
 
@@ -98,8 +95,7 @@ def label(name):
 
 def main(python):
     perf_script.check()
-    # Past any starting script: libunwind's perf (6.1) keeps the libraries' addresses from before an exec, and
-    # then fails to unwind them in one run of three.
+    # Past any starting script: perf 6.1 may unwind with the C library of the shell that a script was run by.
     python = subprocess.run([python, '-c', 'import sys; print(sys.executable)'], check=True, text=True,
                             stdout=subprocess.PIPE).stdout.strip()
     root, own, whole = profile(python)
@@ -123,15 +119,13 @@ def main(python):
         raise perf_script.PerfError(f'fewer than {WHOLE:.0%} of the stacks are whole')
     print(f"""
 Your own program:
-  perf record -k mono --call-graph {CALL_GRAPH} {python} -X perf_jit prog.py
-  perf inject --jit -i perf.data -o perf.jit.data
-  perf report -i perf.jit.data --no-inline""")
+  perf record --call-graph {CALL_GRAPH} {python} -X perf_elf prog.py
+  perf report --no-inline""")
 
 
 if __name__ == '__main__':
     if sys.argv[1:] == ['--job']:
         job()
-        print(os.getpid())
     elif len(sys.argv) == 2:
         try:
             main(sys.argv[1])

@@ -43,9 +43,9 @@ import time
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
+import gen_eh_frame as gen      # first, for it says what is missing
 import archs
 import eh_frame
-import gen_eh_frame as gen
 import roots
 from elftools.elf.elffile import ELFFile
 
