@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import perf_support
 from perf_support import EMULATED, FULL, ProgramTest
 
 PRELUDE = '''\
@@ -142,7 +143,7 @@ for i in range(10 ** 9):
                 process.kill()
                 last = int((b'0\n' + process.stdout.read()).rpartition(b'\n')[0].split()[-1])
             names = {name.partition(':/')[0] for name in self.names(process, killed=True)}
-            self.addCleanup(os.unlink, f'/tmp/perf-{process.pid}.map')
+            self.addCleanup(perf_support.remove_files, process.pid)
             self.assertLessEqual({f'py::killed_{i}' for i in range(last + 1)}, names)
 
     def test_every_function_of_every_thread_is_named(self):

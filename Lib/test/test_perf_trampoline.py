@@ -592,6 +592,7 @@ print(set(counts), sys.is_stack_trampoline_active()); print(*pids)
                 self.remove_files_of(*pids.split())
                 self.assertRegex(counts, r'^\{\d+\} True$')
 
+    @unittest.skipIf(EMULATED, '300 emulators at a time')
     def test_named_after_long_fork_chain(self):
         """Each generation takes a number of a code extra, and CPython has 255 of them."""
         done = self.run_program('''

@@ -52,7 +52,7 @@ from elftools.elf.elffile import ELFFile
 WORD = 8
 WINDOW = 512        # bytes of stack to record, below sp and above
 MAX_STEPS = 64
-TIMEOUT = 20        # seconds
+TIMEOUT = 60        # seconds
 DW_CFA_UNDEFINED = 7
 
 
@@ -77,7 +77,7 @@ def headers(tree):
 
 
 class Build:
-    """The programs of one architecture, for its trampoline or for a mutant of it."""
+    """What the programs of one architecture are made of and run by."""
 
     def __init__(self, arch, scratch):
         self.arch, self.scratch = arch, pathlib.Path(scratch)
@@ -91,15 +91,17 @@ class Build:
                              if dwarf not in (arch.sp.dwarf, arch.fp and arch.fp.dwarf))
         self.cflags = ["-std=gnu11", "-O2", "-Wall", *arch.chain_cflags, f"-DREGISTERS={registers}",
                        f"-DFRAME={'__builtin_frame_address(0)' if arch.fp else 'NULL'}"]
-        self.evaluator = self.scratch / "libevaluator.so"
-        gen.run([self.gcc, *self.cflags, "-DEVALUATOR", "-fPIC", "-shared", HERE / "stepcheck.c", *headers(gen.ROOT),
-                 "-o", self.evaluator])
+        self.evaluator, self.caller = self.scratch / "libevaluator.so", self.scratch / "stepcheck.o"
+        common = [self.gcc, *self.cflags, HERE / "stepcheck.c", *headers(gen.ROOT)]
+        gen.run([*common, "-DEVALUATOR", "-fPIC", "-shared", "-o", self.evaluator])
+        gen.run([*common, "-fno-pie", "-c", "-o", self.caller])
 
     def program(self, tree=gen.ROOT):
-        program = tree / "stepcheck" if tree != gen.ROOT else self.scratch / "stepcheck"
-        gen.run([self.gcc, *self.cflags, "-no-pie", HERE / "stepcheck.c", gen.ROOT / "Python/jit_unwind.c",
-                 tree / self.arch.source, *headers(tree), self.evaluator, f"-Wl,-rpath,{self.scratch}", "-o", program])
-        return Program(program)
+        """The program with the trampoline and the generated header of another source tree."""
+        path = self.scratch / f"stepcheck-{tree.name}"
+        gen.run([self.gcc, *self.cflags, "-no-pie", "-fno-pie", self.caller, gen.ROOT / "Python/jit_unwind.c",
+                 tree / self.arch.source, *headers(tree), self.evaluator, f"-Wl,-rpath,{self.scratch}", "-o", path])
+        return Program(path)
 
     def entry_hint(self):
         """The code of TRAMPOLINE_ENTRY_HINT, b"" if the architecture has none."""
@@ -123,6 +125,8 @@ def dwarf_numbers(assembler, names):
             if done.returncode == 0:
                 break
             unknown = {int(line) for line in re.findall(r"^\S+:(\d+): Error", done.stderr, re.M)}
+            if not unknown:
+                raise Lost(done.stderr)
             names = [name for line, name in enumerate(names, 2) if line not in unknown]
         with open(found, "rb") as file:
             entries = ELFFile(file).get_dwarf_info(relocate_dwarf_sections=False).EH_CFI_entries()
@@ -148,6 +152,8 @@ class Stub:
             while self.process.poll() is None and self.socket.connect_ex(str(path)):
                 time.sleep(.005)
         self.file = self.socket.makefile("rb")
+
+    def run_to_ready(self, program):
         self._ask("qSupported:xmlRegisters=i386")
         core = re.search(r'href="(.*?)"', self._describe("target.xml"))
         self.fields, at = {}, 0         # 'g' begins with the registers of the first feature, in its order
@@ -191,13 +197,11 @@ class Stub:
 
     def _find_pc(self, address):
         """pc is the register that holds the breakpoint's address, and no longer after a step."""
-        self._ask(f"Z0,{address:x},1")
-        self._resume("c")
-        self._ask(f"z0,{address:x},1")
+        self.run_to(address)
         held = {name for name, value in self._values().items() if value == address}
         self.step()
         held -= {name for name, value in self._values().items() if value == address}
-        (self.dwarf_pc,) = held
+        (self.pc_name,) = held
 
     def _values(self):
         data = bytes.fromhex(self._ask("g"))
@@ -210,7 +214,7 @@ class Stub:
 
     def registers(self):
         values = self._values()
-        return {number: values[name] for name, number in self.dwarf.items()} | {"pc": values[self.dwarf_pc]}
+        return {number: values[name] for name, number in self.dwarf.items()} | {"pc": values[self.pc_name]}
 
     def set_registers(self, changes):
         data = bytearray.fromhex(self._ask("g"))
@@ -253,8 +257,10 @@ class Ptrace:
         self._ptrace.restype = ctypes.c_long
         self.buffer = ctypes.create_string_buffer(1024)
         self.process = subprocess.Popen([program.path], preexec_fn=lambda: self._ptrace(self.TRACEME, 0, None, None))
-        self._wait()
         self.memory = open(f"/proc/{self.process.pid}/mem", "r+b", buffering=0)
+
+    def run_to_ready(self, program):
+        self._wait()
         self.run_to(program.symbols["ready"])
 
     def close(self):
@@ -318,6 +324,12 @@ class Moment:
     @property
     def pc(self):
         return self.registers["pc"]
+
+    @functools.cached_property
+    def words(self):
+        """The stack as (address, word) pairs."""
+        return {(self.low + at, int.from_bytes(self.stack[at:at + WORD], self.byteorder))
+                for at in range(0, len(self.stack), WORD)}
 
     def word(self, address):
         at = address - self.low
@@ -458,10 +470,13 @@ def place(row, register):
 
 def inexactness(arch, trace, frame, row, index):
     """Why a true row is not the one for this instruction."""
-    moment = trace.steps[index]
+    entry, moment = trace.steps[0], trace.steps[index]
     for register, value in (trace.caller | {frame.ra_column: trace.ra}).items():
         spoilt = any(later.registers.get(register) != value for later in trace.steps[index:])
-        saved = any(moment.word(address) == value for address in range(moment.low, moment.low + len(moment.stack), WORD))
+        words = moment.words
+        if entry.registers.get(register) == value and register not in row.registers:
+            words = words - entry.words     # an old copy in the caller's frame need not be a slot
+        saved = any(word == value for _, word in words)
         if (register in row.registers) != (spoilt and saved):
             yield f"r{register} is still said to be in {place(row, register)}"
     unknown = set(row.registers) - set(trace.caller) - {frame.ra_column}
@@ -504,6 +519,7 @@ def not_kept(arch, trace):
 def step(how, build, program, trampoline):
     """The trace and what is wrong with it."""
     with contextlib.closing(how(build, program)) as target:
+        target.run_to_ready(program)
         trace = record(target, build.arch, program, trampoline)
     return trace, list(judge(build.arch, trace, trace.frame))
 

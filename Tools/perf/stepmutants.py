@@ -86,21 +86,28 @@ def same(trace, frame):
     return view(frame) == view(trace.frame)
 
 
-def compile_mutant(build, tree, mutant):
-    header = tree / build.arch.header
-    header.unlink()
-    header.write_text(gen.header(mutant, build.arch))
-    return build.program(tree)
-
-
-def fate(build, trace, trampoline, source, touches_code):
-    """'refused', 'judged' or 'called', whoever found the mutant out; 'same'; or 'survived'."""
+def source_tree(build, source):
+    """A source tree, as far as generator and compiler read it, with another text for the .S."""
     tree = pathlib.Path(tempfile.mkdtemp(dir=build.scratch))
     (tree / "Include/internal").mkdir(parents=True)
     (tree / "Python").mkdir()
     for path in gen.ROOT.glob("Include/internal/*.h"):
         (tree / "Include/internal" / path.name).symlink_to(path)
     (tree / build.arch.source).write_text(source)
+    return tree
+
+
+def with_header(mutant, arch, tree):
+    """The tree, with the header that the generator makes of the mutant."""
+    path = tree / arch.header
+    path.unlink()
+    path.write_text(gen.header(mutant, arch))
+    return tree
+
+
+def fate(build, trace, trampoline, source, touches_code):
+    """'refused', 'judged' or 'called', whoever found the mutant out; 'same'; or 'survived'."""
+    tree = source_tree(build, source)
     try:
         mutant = gen.build(build.arch, tree)
     except archs.Refusal:
@@ -112,7 +119,7 @@ def fate(build, trace, trampoline, source, touches_code):
         return "judged" if any(judge(build.arch, trace, frame)) else "survived"
     if not mutant.code.startswith(build.entry_hint()):
         return "judged"
-    program = compile_mutant(build, tree, mutant)
+    program = build.program(with_header(mutant, build.arch, tree))
     try:
         if any(step(Stub, build, program, mutant)[1]):
             return "judged"

@@ -3,17 +3,17 @@
        unwindcheck             slots in anonymous memory, unwind data registered in the process
        unwindcheck DIRECTORY   slots in an ELF image there, which unwinders find as any shared object
 
-   A line per unwinder: its name, then "agrees" or the list it gave beside the right one. CHAIN_NEXT, CHAIN_RA
-   and CHAIN_RA_IN_NEXT are the table's chain. */
+   A line per unwinder: its name, then "agrees", or the list it gave beside the right one. CHAIN_NEXT, CHAIN_RA and
+   CHAIN_RA_IN_NEXT are the table's chain; REGISTERS is R(DWARF number) for sp, then for the callee-saved registers;
+   SP_IS_CFA if sp is none of these. */
 
 #include <dlfcn.h>
+#include <elfutils/libdwfl.h>
 #include <link.h>
 #include <stdio.h>
 #include <unwind.h>
-#ifdef HAVE_LIBUNWIND
-#  define UNW_LOCAL_ONLY
-#  include <libunwind.h>
-#endif
+#define UNW_LOCAL_ONLY
+#include <libunwind.h>
 
 static const _PyPerf_Template *template;
 
@@ -87,7 +87,6 @@ walk_with_libgcc(void)
     _Unwind_Backtrace(collect, NULL);
 }
 
-#ifdef HAVE_LIBUNWIND
 static void
 walk_with_libunwind(void)
 {
@@ -100,7 +99,86 @@ walk_with_libunwind(void)
         unw_get_reg(&cursor, UNW_REG_IP, &ip);
     } while (add(ip) && unw_step(&cursor) > 0);
 }
-#endif
+
+/* libdw begins with the registers of any frame, as perf has them from a sample. Ours are those of the evaluator at
+   expected[0], which libgcc has found. */
+static struct { int dwarf; Dwarf_Word value; } registers[] = {
+#define R(dwarf) {dwarf, 0},
+    REGISTERS
+#undef R
+};
+#define NUM_REGISTERS (sizeof(registers) / sizeof(registers[0]))
+
+static _Unwind_Reason_Code
+take_registers(struct _Unwind_Context *context, void *unused)
+{
+    (void)unused;
+    if (_Unwind_GetIP(context) != expected[0]) {
+        return _URC_NO_REASON;
+    }
+    for (size_t i = 0; i < NUM_REGISTERS; i++) {
+        registers[i].value = i == 0 && SP_IS_CFA ? _Unwind_GetCFA(context) : _Unwind_GetGR(context, registers[i].dwarf);
+    }
+    return _URC_END_OF_STACK;
+}
+
+static pid_t
+next_thread(Dwfl *dwfl, void *argument, void **state)
+{
+    (void)dwfl, (void)argument;
+    bool first = *state == NULL;
+    *state = registers;
+    return first ? getpid() : 0;
+}
+
+static bool
+read_memory(Dwfl *dwfl, Dwarf_Addr address, Dwarf_Word *result, void *argument)
+{
+    (void)dwfl, (void)argument;
+    *result = *(Dwarf_Word *)address;
+    return true;
+}
+
+static bool
+set_registers(Dwfl_Thread *thread, void *argument)
+{
+    (void)argument;
+    dwfl_thread_state_register_pc(thread, expected[0]);
+    for (size_t i = 0; i < NUM_REGISTERS; i++) {
+        if (!dwfl_thread_state_registers(thread, registers[i].dwarf, 1, &registers[i].value)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static int
+add_frame(Dwfl_Frame *frame, void *argument)
+{
+    (void)argument;
+    Dwarf_Addr pc;
+    return dwfl_frame_pc(frame, &pc, NULL) && add(pc) ? DWARF_CB_OK : DWARF_CB_ABORT;
+}
+
+static void
+walk_with_libdw(void)
+{
+    static const Dwfl_Callbacks callbacks = {
+        .find_elf = dwfl_linux_proc_find_elf, .find_debuginfo = dwfl_standard_find_debuginfo,
+    };
+    static const Dwfl_Thread_Callbacks threads = {
+        .next_thread = next_thread, .memory_read = read_memory, .set_initial_registers = set_registers,
+    };
+    _Unwind_Backtrace(take_registers, NULL);
+    Dwfl *dwfl = dwfl_begin(&callbacks);
+    if (dwfl_linux_proc_report(dwfl, getpid()) != 0 || dwfl_report_end(dwfl, NULL, NULL) != 0
+        || !dwfl_attach_state(dwfl, NULL, getpid(), &threads, NULL)
+        || dwfl_getthread_frames(dwfl, getpid(), add_frame, NULL) < 0)
+    {
+        printf("libdw: %s\n", dwfl_errmsg(-1));
+    }
+    dwfl_end(dwfl);
+}
 
 /* As the kernel does for perf record -g. It must not be inlined, for on s390x this builtin gives the caller's frame, nor
    be a leaf, for on riscv64 these have no return address in theirs. */
@@ -143,11 +221,10 @@ end_of_chain(void *ts, void *frame, int level, evaluator_t *evaluator)
     if (!silent) {
         walk_by("frame chain", walk_chain);
         walk_by("libgcc", walk_with_libgcc);
-#ifdef HAVE_LIBUNWIND
         if (image) {                            /* it does not know __register_frame() */
             walk_by("libunwind", walk_with_libunwind);
+            walk_by("libdw", walk_with_libdw);
         }
-#endif
     }
     return ts;
 }

@@ -10,6 +10,7 @@ all architectures, steps through a trampoline of an ELF image and must be right 
 
 import argparse
 import concurrent.futures
+import dataclasses
 import os
 import pathlib
 import re
@@ -40,17 +41,23 @@ class Chain:
             raise roots.Unavailable(f"{arch.prefix}gcc is missing: install gcc-{arch.triplet.replace('_', '-')}")
         self.root = roots.root("sid", arch.debian, ["libunwind-dev", "libdw-dev"], name="unwinders")
         self.qemu = roots.qemu(arch.name)
-        self.program = self.scratch / "unwindcheck"
-        libraries = self.root / "usr/lib" / arch.triplet
-        chain = arch.chain
-        gen.run([gcc, "-std=gnu11", "-O2", "-g", "-Wall", "-no-pie", "-fno-optimize-sibling-calls",
-                 "-fasynchronous-unwind-tables", *arch.chain_cflags, "-DHAVE_LIBUNWIND", f"-DCHAIN_NEXT={chain.next}",
-                 f"-DCHAIN_RA={chain.ra}", f"-DCHAIN_RA_IN_NEXT={int(chain.ra_in_next)}", HERE / "unwindcheck.c",
-                 *CORE, gen.ROOT / arch.source, *headers(gen.ROOT), "-idirafter", self.root / "usr/include",
-                 "-idirafter", self.root / "usr/include" / arch.triplet, *libraries.glob("libunwind*.so.8"),
-                 "-Wl,--allow-shlib-undefined", "-o", self.program])
-        self.images = self.scratch / "images"
+        self.gcc, self.program, self.images = gcc, self.scratch / "unwindcheck", self.scratch / "images"
         self.images.mkdir(mode=0o700)
+        self.build()
+
+    def build(self, tree=gen.ROOT):
+        """Make the program, with the trampoline and the generated header of a source tree."""
+        arch, chain, sp = self.arch, self.arch.chain, self.arch.sp.dwarf
+        registers = dict.fromkeys([sp, *arch.callee_saved.values()])
+        libraries = self.root / "usr/lib" / arch.triplet
+        gen.run([self.gcc, "-std=gnu11", "-O2", "-g", "-Wall", "-no-pie", "-fno-optimize-sibling-calls",
+                 "-fasynchronous-unwind-tables", *arch.chain_cflags, f"-DCHAIN_NEXT={chain.next}",
+                 f"-DCHAIN_RA={chain.ra}", f"-DCHAIN_RA_IN_NEXT={int(chain.ra_in_next)}",
+                 f"-DREGISTERS={' '.join(f'R({register})' for register in registers)}",
+                 f"-DSP_IS_CFA={int(sp not in arch.callee_saved.values())}", HERE / "unwindcheck.c", *CORE, tree / arch.source, *headers(tree), "-idirafter", self.root / "usr/include",
+                 "-idirafter", self.root / "usr/include" / arch.triplet,
+                 *libraries.glob("libunwind*.so.8"), libraries / "libdw.so.1", "-Wl,--allow-shlib-undefined",
+                 "-o", self.program])
 
     def walk(self, *arguments):
         """{unwinder: whether it agrees}, and what the program printed."""
@@ -79,28 +86,40 @@ class Chain:
         return [int(offset, 16) for offset in re.findall(r"^right at \+0x(\w+)", done.stdout, re.M)], done.stdout
 
 
+@dataclasses.dataclass
+class Result:
+    arch: archs.Arch
+    skipped: str = ""
+    agreed: dict = dataclasses.field(default_factory=dict)          # where the slots were -> unwinders
+    gdb_offsets: list = dataclasses.field(default_factory=list)
+    problems: list = dataclasses.field(default_factory=list)
+
+    def __str__(self):
+        if self.skipped:
+            return f"{self.arch.name:<8} SKIPPED: {self.skipped}"
+        words = [f"{how}: {', '.join(names)}" for how, names in self.agreed.items()]
+        words.append(f"gdb at {len(self.gdb_offsets)} addresses")
+        return "\n".join([f"{self.arch.name:<8} {'; '.join(words)}{'  FAILED' * bool(self.problems)}", *self.problems])
+
+
 def check(arch):
-    """A line of the report, and whether all is well (None: not tried)."""
-    words, problems = [], []
+    result = Result(arch)
     try:
         with tempfile.TemporaryDirectory() as scratch:
             chain = Chain(arch, scratch)
             for how, arguments in ("registered", ()), ("ELF image", (chain.images,)):
                 agreed, output = chain.walk(*arguments)
-                words.append(f"{how}: {', '.join(name for name in agreed if agreed[name])}")
-                expected = ["frame chain", "libgcc"] + ["libunwind"] * bool(arguments)
-                if agreed != dict.fromkeys(expected, True):
-                    problems.append(output)
-            offsets, output = chain.step_with_gdb()
-            instructions = instruction_offsets(arch, chain.program)
-            words.append(f"gdb at {len(offsets)} of {len(instructions)} instructions")
-            if offsets != instructions:
-                problems.append(output)
+                result.agreed[how] = [name for name in agreed if agreed[name]]
+                if not agreed or not all(agreed.values()):
+                    result.problems.append(output)
+            result.gdb_offsets, output = chain.step_with_gdb()
+            if result.gdb_offsets != instruction_offsets(arch, chain.program):
+                result.problems.append(output)
     except roots.Unavailable as error:
-        return f"{arch.name:<8} SKIPPED: {error}", None
-    except archs.Refusal as error:
-        problems.append(str(error))
-    return "\n".join([f"{arch.name:<8} {'; '.join(words)}{'  FAILED' * bool(problems)}", *problems]), not problems
+        result.skipped = str(error)
+    except (archs.Refusal, subprocess.TimeoutExpired) as error:
+        result.problems.append(str(error))
+    return result
 
 
 def instruction_offsets(arch, program):
@@ -122,9 +141,9 @@ def main():
         sys.exit(f"unwindcheck.py: {error}")
     failed = False
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for line, passed in pool.map(check, chosen):
-            print(line, flush=True)
-            failed |= passed is False
+        for result in pool.map(check, chosen):
+            print(result, flush=True)
+            failed |= bool(result.problems)
     return int(failed)
 
 

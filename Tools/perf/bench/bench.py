@@ -93,7 +93,7 @@ class Interpreter:
 
     def start(self, column, arguments, wrapper=(), env=(), **options):
         """Start this interpreter with what `column` names switched on."""
-        own, _, backend = column.rpartition('own ')
+        _, own, backend = column.rpartition('own ')
         switch = ['-X', backend] if backend in OURS else []
         env = self.env | ({'PYTHON_PERF_NATIVE': '1'} if own else {}) | dict(env)
         return subprocess.Popen([*map(str, wrapper), *self.command, *switch, *map(str, arguments)], env=env, **options)
@@ -310,7 +310,7 @@ def perf_command():
 def recorded(python, column, *arguments, call_graph, freq):
     """Record one of programs.py; a recording, and the directory of the images."""
     with tempfile.TemporaryDirectory(prefix='bench-') as directory:
-        own, _, backend = column.rpartition('own ')
+        _, own, backend = column.rpartition('own ')
         images = Path(directory) / 'images'
         env = python.env | {'PERF_TRAMPOLINE_DIR': str(images)} | ({'PYTHON_PERF_NATIVE': '1'} if own else {})
         data = os.path.join(directory, 'perf.data')
