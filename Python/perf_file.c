@@ -151,9 +151,9 @@ _PyPerfWindow_AfterFork(void)
 
 /* --- Files --- */
 
-/* Has this process the file open, through another descriptor than `fd`? */
+/* Does this process have the file open, through another descriptor than `fd`? */
 static bool
-open_elsewhere(int fd, const struct stat *st)
+is_open_elsewhere(int fd, const struct stat *st)
 {
     bool found = false;
     DIR *dir = opendir("/proc/self/fd");
@@ -170,28 +170,48 @@ open_elsewhere(int fd, const struct stat *st)
     return found;
 }
 
+static bool
+is_same_file(const _PyPerf_File *file, const struct stat *st)
+{
+    return S_ISREG(st->st_mode) && st->st_dev == file->dev && st->st_ino == file->ino;
+}
+
+/* Descriptors are the program's: it may close them all and open its own under the same numbers. So none is kept. */
+int
+_PyPerfFile_Descriptor(const _PyPerf_File *file)
+{
+    struct stat st;
+    int fd = open(file->path, O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | (file->appended_by_others ? O_APPEND : 0));
+    if (fd >= 0 && (fstat(fd, &st) < 0 || !is_same_file(file, &st))) {
+        close(fd);
+        errno = ESTALE;
+        fd = -1;
+    }
+    return fd;
+}
+
 int
 _PyPerfFile_Open(_PyPerf_File *file, const char *path, bool appended_by_others)
 {
-    const int flags = O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | (appended_by_others ? O_APPEND : 0);
-    int saved_errno = errno;
+    const int flags = O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK;
+    int saved_errno = errno, fd = -1;
+    struct stat st;
 
-    *file = (_PyPerf_File){.fd = -1, .appended_by_others = appended_by_others};
     snprintf(file->path, sizeof(file->path), "%s", path);
-    for (int tries = 0; file->fd < 0 && tries < 3; tries++) {
-        file->fd = open(path, flags | O_CREAT | O_EXCL, 0600);
-        if (file->fd >= 0 || errno != EEXIST) {
+    file->appended_by_others = appended_by_others;
+    for (int tries = 0; fd < 0 && tries < 3; tries++) {
+        fd = open(path, flags | O_CREAT | O_EXCL, 0600);
+        if (fd >= 0 || errno != EEXIST) {
             break;
         }
-        struct stat st;
-        int fd = appended_by_others ? open(path, flags) : -1;
+        fd = appended_by_others ? open(path, flags) : -1;
         if (fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() && st.st_nlink == 1
-            && open_elsewhere(fd, &st)) {
-            file->fd = fd;
+            && (is_same_file(file, &st) || is_open_elsewhere(fd, &st))) {
             break;
         }
         if (fd >= 0) {
             close(fd);
+            fd = -1;
         }
         /* Left by an earlier process of this number; names of its functions would be taken for ours. In /tmp only
            the owner may remove it: a file that somebody else planted stops us here. */
@@ -199,14 +219,21 @@ _PyPerfFile_Open(_PyPerf_File *file, const char *path, bool appended_by_others)
             break;
         }
     }
-    if (file->fd < 0) {
+    if (fd < 0) {
         _PyPerf_Fail("cannot create %s: %s", path,
                      errno == EEXIST || errno == EPERM || errno == EACCES
                      ? "it belongs to another user, or the directory is not writable" : strerror(errno));
         file->path[0] = '\0';
     }
+    else if (fstat(fd, &st) == 0) {
+        file->dev = st.st_dev;
+        file->ino = st.st_ino;
+        file->is_open = true;
+        file->end = 0;
+        close(fd);
+    }
     errno = saved_errno;
-    return file->fd < 0 ? -1 : 0;
+    return file->is_open ? 0 : -1;
 }
 
 static void
@@ -220,52 +247,70 @@ release_window(_PyPerf_File *file)
 
 /* Take room behind everything in the file. Sets *out_offset, returns its size, 0 with errno. */
 static size_t
-take_room(_PyPerf_File *file, size_t size, off_t *out_offset)
+take_room(const _PyPerf_File *file, int fd, size_t size, off_t *out_offset)
 {
     if (!file->appended_by_others) {
         /* Records must follow each other without a gap. */
-        *out_offset = file->window_offset + file->window_used;
         size_t room = size > OWN_ROOM ? size : OWN_ROOM;
-        errno = posix_fallocate(file->fd, *out_offset, room);
+        *out_offset = file->end;
+        errno = posix_fallocate(fd, file->end, room);
         return errno == 0 ? room : 0;
     }
     static char newlines[SHARED_ROOM];     /* not on a thread's small stack */
     memset(newlines, '\n', sizeof(newlines));
-    ssize_t room = write(file->fd, newlines, sizeof(newlines));
+    ssize_t room = write(fd, newlines, sizeof(newlines));
     if (room < 0) {
         return 0;
     }
-    *out_offset = lseek(file->fd, 0, SEEK_CUR) - room;
+    *out_offset = lseek(fd, 0, SEEK_CUR) - room;
     errno = ENOSPC;
     return (size_t)room < size ? 0 : (size_t)room;
+}
+
+/* Move the window to new room. -1 with errno. */
+static int
+move_window(_PyPerf_File *file, size_t size)
+{
+    int fd = _PyPerfFile_Descriptor(file);
+    if (fd < 0) {
+        return -1;
+    }
+    off_t offset = 0;
+    size_t room = take_room(file, fd, size, &offset);
+    size_t lead = offset % sysconf(_SC_PAGESIZE);
+    char *window = room == 0 ? NULL : _PyPerfWindow_Map(fd, offset - (off_t)lead, lead + room);
+    close(fd);
+    if (window == NULL) {
+        return -1;
+    }
+    release_window(file);
+    file->window = window;
+    file->window_size = lead + room;
+    file->window_used = lead;
+    return 0;
 }
 
 char *
 _PyPerfFile_Reserve(_PyPerf_File *file, size_t size)
 {
-    if (file->fd < 0) {
+    if (!file->is_open) {
         return NULL;
     }
     if (file->window == NULL || file->window_size - file->window_used < size) {
         int saved_errno = errno;
-        off_t offset;
-        size_t room = take_room(file, size, &offset);
-        size_t lead = room == 0 ? 0 : offset % sysconf(_SC_PAGESIZE);
-        char *window = room == 0 ? NULL : _PyPerfWindow_Map(file->fd, offset - (off_t)lead, lead + room);
-        if (window == NULL) {
-            _PyPerf_Fail("cannot write %s: %s", file->path, strerror(errno));
-            errno = saved_errno;
+        int status = move_window(file, size);
+        if (status < 0) {
+            _PyPerf_Fail("cannot write %s: %s", file->path,
+                         errno == ESTALE || errno == ENOENT ? "it was removed" : strerror(errno));
+        }
+        errno = saved_errno;
+        if (status < 0) {
             return NULL;
         }
-        release_window(file);
-        file->window = window;
-        file->window_size = lead + room;
-        file->window_used = lead;
-        file->window_offset = offset - (off_t)lead;
-        errno = saved_errno;
     }
     char *reserved = file->window + file->window_used;
     file->window_used += size;
+    file->end += size;
     return reserved;
 }
 
@@ -274,8 +319,7 @@ _PyPerfFile_Commit(_PyPerf_File *file)
 {
     if (_PyPerfWindow_IsLost(file->window)) {
         release_window(file);
-        close(file->fd);
-        file->fd = -1;
+        file->is_open = false;
         return _PyPerf_Fail("%s was truncated", file->path);
     }
     return 0;
@@ -284,21 +328,20 @@ _PyPerfFile_Commit(_PyPerf_File *file)
 void
 _PyPerfFile_Close(_PyPerf_File *file)
 {
-    if (file->fd >= 0) {
-        release_window(file);
-        if (!file->appended_by_others && ftruncate(file->fd, file->window_offset + file->window_used) < 0) {
-            /* The file keeps a tail of zeros; readers end there. */
+    release_window(file);
+    if (file->is_open && !file->appended_by_others) {
+        /* Should it fail, a tail of zeros stays; readers end there. */
+        int fd = _PyPerfFile_Descriptor(file);
+        if (fd >= 0) {
+            (void)!ftruncate(fd, file->end);
+            close(fd);
         }
-        close(file->fd);
-        file->fd = -1;
     }
+    file->is_open = false;
 }
 
 void
 _PyPerfFile_AfterFork(_PyPerf_File *file)
 {
-    if (file->fd >= 0) {
-        close(file->fd);
-        *file = (_PyPerf_File)_PyPerf_FILE_CLOSED;
-    }
+    *file = (_PyPerf_File){0};
 }

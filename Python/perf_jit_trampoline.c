@@ -21,7 +21,7 @@
    of the code, within its size, tell each from every other. They are never executed. */
 #define SALT_SIZE 8
 
-static _PyPerf_File dump_file = _PyPerf_FILE_CLOSED;
+static _PyPerf_File dump_file;
 static void *marker = MAP_FAILED;
 static uint64_t code_index;
 
@@ -49,7 +49,7 @@ jitdump_close(void)
 static int
 jitdump_open(void)
 {
-    if (dump_file.fd >= 0) {
+    if (dump_file.is_open) {
         return 0;
     }
     const char *reason;
@@ -67,7 +67,9 @@ jitdump_open(void)
         .magic = JITHEADER_MAGIC, .version = JITHEADER_VERSION, .total_size = sizeof(jitheader),
         .elf_mach = template->e_machine, .pid = _PyPerf_ProcessId(), .timestamp = monotonic_ns(),
     };
-    marker = mmap(NULL, sysconf(_SC_PAGESIZE), PROT_READ | PROT_EXEC, MAP_PRIVATE, dump_file.fd, 0);
+    int fd = _PyPerfFile_Descriptor(&dump_file);
+    marker = mmap(NULL, sysconf(_SC_PAGESIZE), PROT_READ | PROT_EXEC, MAP_PRIVATE, fd, 0);
+    close(fd);
     if (marker == MAP_FAILED) {
         _PyPerf_Fail("cannot map %s as executable, so perf would not find it: %s", path,
                      errno == EPERM ? "/tmp is mounted noexec" : strerror(errno));

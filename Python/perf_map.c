@@ -8,13 +8,13 @@
 #include <stdio.h>
 #include <string.h>
 
-static _PyPerf_File map_file = _PyPerf_FILE_CLOSED;
+static _PyPerf_File map_file;
 
 static int
 map_open(void)
 {
     char path[64];
-    if (map_file.fd >= 0) {
+    if (map_file.is_open) {
         return 0;
     }
     snprintf(path, sizeof(path), "/tmp/perf-%d.map", (int)_PyPerf_ProcessId());

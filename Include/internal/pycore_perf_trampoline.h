@@ -154,19 +154,22 @@ extern void _PyPerfWindow_AfterFork(void);
 
 typedef struct {
     char path[64];
-    int fd;                             /* -1: not open */
+    dev_t dev;                          /* which file that was */
+    ino_t ino;
+    bool is_open;
     bool appended_by_others;            /* room is taken by one O_APPEND write of newlines, and never given back */
+    off_t end;                          /* of what is reserved, in a file that is ours alone */
     char *window;                       /* mapped room */
     size_t window_size;
     size_t window_used;
-    off_t window_offset;
 } _PyPerf_File;
-
-#define _PyPerf_FILE_CLOSED {.fd = -1}
 
 /* Create `path`, for this user alone. A file that an earlier process left there is replaced; one that this process
    itself has open (CPython's own map) goes on, if others may append to it. */
 extern int _PyPerfFile_Open(_PyPerf_File *file, const char *path, bool appended_by_others);
+
+/* A descriptor of the file, to be closed by the caller; -1 with errno, ESTALE when another file has its name. */
+extern int _PyPerfFile_Descriptor(const _PyPerf_File *file);
 
 /* `size` bytes of room at the end of the file, or NULL; zeros, or newlines in a file appended to by others. What is
    stored there is at once in the file, whatever becomes of this process. */
