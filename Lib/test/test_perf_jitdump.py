@@ -411,7 +411,7 @@ print(resident() - before)
 '''
         profiled = int(self.run_program(growth).stdout)
         plain = int(super().run_program(PRELUDE + growth).stdout)
-        self.assertLess(profiled - plain, 2048)
+        self.assertLess(profiled - plain, 1024)      # KiB; 100000 slots take 1.6 MB and more
 
 
 if __name__ == '__main__':

@@ -49,7 +49,8 @@ make_slots(size_t num_slots, uint8_t **out_slots, uint8_t **out_eh_frame)
         memcpy(slots + i * slot_size, template->code, template->code_size);
     }
     __builtin___clear_cache((char *)slots, (char *)slots + size);
-    elf_init_ehframe_perf(slots + size, &(_PyPerf_CodeRegions){-(int32_t)size, template->code_size, slot_size, num_slots});
+    _PyPerf_CodeRegions regions = {-(int32_t)size, template->code_size, slot_size, num_slots};
+    elf_init_ehframe_perf(slots + size, &regions);
     if (mprotect(slots, size, PROT_READ | PROT_EXEC) < 0) {
         abort();
     }

@@ -161,7 +161,8 @@ class Stub:
             self.fields[name] = at, int(bits) // 8
             at += int(bits) // 8
         self.dwarf = dwarf_numbers(gen.assembler(self.arch), tuple(self.fields))
-        wrong = {name: number for name, number in self.arch.callee_saved.items() if self.dwarf.get(name, number) != number}
+        wrong = {name: number for name, number in self.arch.callee_saved.items()
+                 if self.dwarf.get(name, number) != number}
         if wrong:
             raise Lost(f"callee-saved registers {wrong}: the assembler has other DWARF numbers")
         self._find_pc(program.symbols["ready"])
@@ -550,7 +551,8 @@ class Result:
     def __str__(self):
         if self.skipped:
             return f"{self.arch.name:<8} SKIPPED: {self.skipped}"
-        line = f"{self.arch.name:<8} {self.steps:2} addresses stepped by {', '.join(self.stepped_by)}; {self.calls} calls"
+        line = (f"{self.arch.name:<8} {self.steps:2} addresses stepped by {', '.join(self.stepped_by)}; "
+                f"{self.calls} calls")
         if self.kills is not None:
             dead = self.kills.total() - self.kills["same"] - self.kills["survived"]
             line += (f"; {dead} of {dead + self.kills['survived']} mutants killed ("

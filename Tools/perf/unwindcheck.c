@@ -117,7 +117,8 @@ take_registers(struct _Unwind_Context *context, void *unused)
         return _URC_NO_REASON;
     }
     for (size_t i = 0; i < NUM_REGISTERS; i++) {
-        registers[i].value = i == 0 && SP_IS_CFA ? _Unwind_GetCFA(context) : _Unwind_GetGR(context, registers[i].dwarf);
+        registers[i].value = i == 0 && SP_IS_CFA ? _Unwind_GetCFA(context)
+                                                 : _Unwind_GetGR(context, registers[i].dwarf);
     }
     return _URC_END_OF_STACK;
 }
@@ -180,8 +181,8 @@ walk_with_libdw(void)
     dwfl_end(dwfl);
 }
 
-/* As the kernel does for perf record -g. It must not be inlined, for on s390x this builtin gives the caller's frame, nor
-   be a leaf, for on riscv64 these have no return address in theirs. */
+/* As the kernel does for perf record -g. It must not be inlined, for on s390x this builtin gives the caller's frame;
+   nor be a leaf, for on riscv64 these have no return address in theirs. */
 __attribute__((noinline)) static void
 walk_chain(void)
 {

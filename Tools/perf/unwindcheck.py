@@ -54,7 +54,8 @@ class Chain:
                  "-fasynchronous-unwind-tables", *arch.chain_cflags, f"-DCHAIN_NEXT={chain.next}",
                  f"-DCHAIN_RA={chain.ra}", f"-DCHAIN_RA_IN_NEXT={int(chain.ra_in_next)}",
                  f"-DREGISTERS={' '.join(f'R({register})' for register in registers)}",
-                 f"-DSP_IS_CFA={int(sp not in arch.callee_saved.values())}", HERE / "unwindcheck.c", *CORE, tree / arch.source, *headers(tree), "-idirafter", self.root / "usr/include",
+                 f"-DSP_IS_CFA={int(sp not in arch.callee_saved.values())}", HERE / "unwindcheck.c", *CORE,
+                 tree / arch.source, *headers(tree), "-idirafter", self.root / "usr/include",
                  "-idirafter", self.root / "usr/include" / arch.triplet,
                  *libraries.glob("libunwind*.so.8"), libraries / "libdw.so.1", "-Wl,--allow-shlib-undefined",
                  "-o", self.program])
@@ -78,8 +79,9 @@ class Chain:
                 time.sleep(.01)
             done = subprocess.run([*gdb, "-q", "-nx", "-batch", "-iex", "set auto-load no", "-iex",
                                    "set sysroot /nonexistent", "-ex", f"target remote {socket}", "-x",
-                                   HERE / "unwindcheck.gdb", self.program], env=os.environ | {"PYTHONHOME": root / "usr"},
-                                  text=True, timeout=TIMEOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                                   HERE / "unwindcheck.gdb", self.program],
+                                  env=os.environ | {"PYTHONHOME": str(root / "usr")}, text=True, timeout=TIMEOUT,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         finally:
             stub.kill()
             stub.wait()
