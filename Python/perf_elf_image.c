@@ -45,7 +45,7 @@
 
 enum {
     TEXT = 1, HASH, DYNSYM, DYNSTR, EH_FRAME_HDR, EH_FRAME, DYNAMIC,
-    DEBUG_ABBREV, DEBUG_ARANGES, DEBUG_INFO, DEBUG_LINE, SHSTRTAB, NUM_SECTIONS
+    DEBUG_ABBREV, DEBUG_ARANGES, DEBUG_INFO, DEBUG_LINE, SHSTRTAB, DEBUG_STR, NUM_SECTIONS
 };
 
 struct image {
@@ -92,10 +92,10 @@ static const uint8_t abbreviations[] = {
         0, 0,
     2, 0x2e, 0,         /* DW_TAG_subprogram, has none */
         0x11, 0x01,     /* DW_AT_low_pc, DW_FORM_addr */
-        0x12, 0x07,     /* DW_AT_high_pc, DW_FORM_data8 */
+        0x12, 0x0b,     /* DW_AT_high_pc, DW_FORM_data1 */
         0x3a, 0x06,     /* DW_AT_decl_file, DW_FORM_data4 */
         0x3b, 0x06,     /* DW_AT_decl_line, DW_FORM_data4 */
-        0x03, 0x08,     /* DW_AT_name, DW_FORM_string */
+        0x03, 0x0e,     /* DW_AT_name, DW_FORM_strp */
         0, 0,
     0,
 };
@@ -115,9 +115,10 @@ struct PACKED compile_unit {
 
 struct PACKED subprogram {
     uint8_t abbreviation;
-    uint64_t low_pc, high_pc;
-    uint32_t decl_file, decl_line;
-};                              /* then the name and a NUL */
+    uint64_t low_pc;
+    uint8_t high_pc;
+    uint32_t decl_file, decl_line, name;
+};
 
 struct PACKED aranges {
     uint32_t unit_length;
@@ -140,9 +141,10 @@ struct PACKED line_header {
 
 struct PACKED define_file {
     uint8_t extended;           /* 0 */
-    leb128 length;
+    uint8_t length;             /* of what follows; LEB128, but elfutils knows only one byte */
     uint8_t opcode;             /* DW_LNE_define_file */
 };                              /* then the name, a NUL, and three zeros: directory, time, length */
+#define LONGEST_FILE_NAME (0x7f - 1 - 4)    /* of a longer one the tail is given */
 
 struct PACKED line_sequence {
     uint8_t set_address[3];
@@ -170,7 +172,7 @@ compose(struct image *image, char *head, size_t num_slots, size_t slot_size)
 {
     static const char *const names[NUM_SECTIONS] = {
         "", ".text", ".hash", ".dynsym", ".dynstr", ".eh_frame_hdr", ".eh_frame", ".dynamic",
-        ".debug_abbrev", ".debug_aranges", ".debug_info", ".debug_line", ".shstrtab",
+        ".debug_abbrev", ".debug_aranges", ".debug_info", ".debug_line", ".shstrtab", ".debug_str",
     };
     const char *reason;
     const _PyPerf_Template *template = _PyPerf_GetTemplate(&reason);
@@ -278,13 +280,13 @@ lay_out(struct image *image, size_t num_slots, size_t slot_size)
         [DEBUG_ABBREV] = {SHT_PROGBITS, 0, sizeof(abbreviations), page_size, 0, 0, 0},
         [DEBUG_ARANGES] = {SHT_PROGBITS, 0, sizeof(struct aranges), 8, 0, 0, 0},
         [DEBUG_INFO] = {SHT_PROGBITS, 0,
-                        sizeof(struct compile_unit) + num_slots * (sizeof(struct subprogram) + NAME_ROOM), 8, 0, 0, 0},
+                        sizeof(struct compile_unit) + num_slots * sizeof(struct subprogram), 8, 0, 0, 0},
         [DEBUG_LINE] = {SHT_PROGBITS, 0,
                         sizeof(struct line_header) + num_slots * (sizeof(struct line_sequence) + FILE_ROOM), 8, 0, 0, 0},
         [SHSTRTAB] = {SHT_STRTAB, 0, 128, 1, 0, 0, 0},
     };
     uint64_t offset = page_size;
-    for (int i = 1; i < NUM_SECTIONS; i++) {
+    for (int i = 1; i < DEBUG_STR; i++) {
         offset = _PyPerf_ALIGN(offset, sections[i].alignment);
         section[i] = (Elf64_Shdr){
             .sh_type = sections[i].type, .sh_flags = sections[i].flags, .sh_offset = offset,
@@ -295,6 +297,12 @@ lay_out(struct image *image, size_t num_slots, size_t slot_size)
         image->room[i] = sections[i].size;
         offset += sections[i].size;
     }
+    /* The debugging information's names are the symbols'. */
+    section[DEBUG_STR] = section[DYNSTR];
+    section[DEBUG_STR].sh_type = SHT_PROGBITS;
+    section[DEBUG_STR].sh_flags = SHF_MERGE | SHF_STRINGS;
+    section[DEBUG_STR].sh_addr = 0;
+    section[DEBUG_STR].sh_entsize = 1;
     offset = _PyPerf_ALIGN(offset, 8) + NUM_SECTIONS * sizeof(Elf64_Shdr);
     return _PyPerf_ALIGN(offset, page_size);
 }
@@ -439,7 +447,7 @@ elf_reserve(_PyPerf_CodeMemory *out_memory)
 static int
 elf_publish(const _PyPerf_CodeMemory *memory, uintptr_t slot, PyCodeObject *code)
 {
-    static char name[_PyPerf_NAME_MAX], path[_PyPerf_NAME_MAX];
+    static char name[_PyPerf_NAME_MAX], path_buffer[_PyPerf_NAME_MAX];
     const char *reason;
     const size_t code_size = _PyPerf_GetTemplate(&reason)->code_size;
     struct image *image = memory->image;
@@ -450,23 +458,27 @@ elf_publish(const _PyPerf_CodeMemory *memory, uintptr_t slot, PyCodeObject *code
     const size_t index = (slot - memory->base) / memory->slot_size;
     const uint64_t address = section[TEXT].sh_offset + index * memory->slot_size;
     const size_t name_size = _PyPerf_FormatName(code, name) + 1;
-    const size_t path_size = _PyPerf_EncodePath(code->co_filename, path, sizeof(path) - 1) + 1;
-    name[name_size - 1] = path[path_size - 1] = '\0';
+    size_t path_size = _PyPerf_EncodePath(code->co_filename, path_buffer, sizeof(path_buffer) - 1) + 1;
+    const char *path = path_buffer;
+    name[name_size - 1] = path_buffer[path_size - 1] = '\0';
+    if (path_size > LONGEST_FILE_NAME + 1) {
+        path += path_size - (LONGEST_FILE_NAME + 1);
+        path_size = LONGEST_FILE_NAME + 1;
+    }
 
     const bool same_file = image->num_files > 0 && strcmp(at(image, DEBUG_LINE) + image->last_file, path) == 0;
     const size_t line_size = sizeof(struct line_sequence) + (same_file ? 0 : sizeof(struct define_file) + path_size + 3);
-    const size_t info_size = sizeof(struct subprogram) + name_size;
     if (image->names_size + name_size > section[DYNSTR].sh_size
-        || section[DEBUG_LINE].sh_size + line_size > image->room[DEBUG_LINE]
-        || section[DEBUG_INFO].sh_size + info_size > image->room[DEBUG_INFO])
+        || section[DEBUG_LINE].sh_size + line_size > image->room[DEBUG_LINE])
     {
         release_window(image);
         return _PyPerf_FULL;
     }
 
+    memcpy(at(image, DYNSTR) + image->names_size, name, name_size);
     char *line = at(image, DEBUG_LINE) + section[DEBUG_LINE].sh_size;
     if (!same_file) {
-        struct define_file define = {.length = to_leb128(1 + path_size + 3), .opcode = 3};
+        struct define_file define = {.length = 1 + path_size + 3, .opcode = 3};
         line = mempcpy(line, &define, sizeof(define));
         image->last_file = line - at(image, DEBUG_LINE);
         line = (char *)mempcpy(line, path, path_size) + 3;
@@ -481,16 +493,15 @@ elf_publish(const _PyPerf_CodeMemory *memory, uintptr_t slot, PyCodeObject *code
 
     struct subprogram subprogram = {
         .abbreviation = 2, .low_pc = address, .high_pc = code_size,
-        .decl_file = image->num_files, .decl_line = code->co_firstlineno,
+        .decl_file = image->num_files, .decl_line = code->co_firstlineno, .name = image->names_size,
     };
     char *info = at(image, DEBUG_INFO) + section[DEBUG_INFO].sh_size - 1;
-    memcpy(info + sizeof(subprogram), name, name_size);
     memcpy(info, &subprogram, sizeof(subprogram));
 
     /* Lengths after what they are the lengths of, and a section's before its unit's: a reader finds whole entries. */
     atomic_thread_fence(memory_order_release);
     image->section_headers[DEBUG_LINE].sh_size = section[DEBUG_LINE].sh_size += line_size;
-    image->section_headers[DEBUG_INFO].sh_size = section[DEBUG_INFO].sh_size += info_size;
+    image->section_headers[DEBUG_INFO].sh_size = section[DEBUG_INFO].sh_size += sizeof(subprogram);
     atomic_thread_fence(memory_order_release);
     ((struct line_header *)at(image, DEBUG_LINE))->unit_length = section[DEBUG_LINE].sh_size - 4;
     ((struct compile_unit *)at(image, DEBUG_INFO))->unit_length = section[DEBUG_INFO].sh_size - 4;
@@ -503,7 +514,6 @@ elf_publish(const _PyPerf_CodeMemory *memory, uintptr_t slot, PyCodeObject *code
     };
     uint64_t first_word;
     memcpy(&first_word, &defined, 8);
-    memcpy(at(image, DYNSTR) + image->names_size, name, name_size);
     image->names_size += name_size;
     symbol->st_value = defined.st_value;
     symbol->st_size = defined.st_size;

@@ -9,6 +9,7 @@
 #include <string.h>
 
 static _PyPerf_File map_file;
+static char size_field[8];      /* " SIZE ", the same for all functions */
 
 static int
 map_open(void)
@@ -17,6 +18,8 @@ map_open(void)
     if (map_file.is_open) {
         return 0;
     }
+    const char *reason;
+    snprintf(size_field, sizeof(size_field), " %02x ", (unsigned)_PyPerf_GetTemplate(&reason)->code_size);
     snprintf(path, sizeof(path), "/tmp/perf-%d.map", (int)_PyPerf_ProcessId());
     return _PyPerfFile_Open(&map_file, path, true);
 }
@@ -32,12 +35,13 @@ map_reserve(_PyPerf_CodeMemory *out_memory)
 static int
 map_publish(const _PyPerf_CodeMemory *Py_UNUSED(memory), uintptr_t slot, PyCodeObject *code)
 {
-    const char *reason;
     static char name[_PyPerf_NAME_MAX];
-    char start[2 * sizeof(slot) + 1], size[8];
     size_t name_size = _PyPerf_FormatName(code, name);
-    size_t start_size = snprintf(start, sizeof(start), "%lx", (unsigned long)slot);
-    snprintf(size, sizeof(size), " %02x ", (unsigned)_PyPerf_GetTemplate(&reason)->code_size);
+    char digits[2 * sizeof(slot)], *start = digits + sizeof(digits);
+    for (uintptr_t rest = slot; rest != 0; rest >>= 4) {
+        *--start = "0123456789abcdef"[rest & 15];
+    }
+    size_t start_size = digits + sizeof(digits) - start;
 
     /* A reader may come at any moment, and no prefix of a line may pass for a line. What stands between START and
        NAME is one aligned word, and is stored last: before, START is a line without a size and NAME one without a
@@ -48,7 +52,7 @@ map_publish(const _PyPerf_CodeMemory *Py_UNUSED(memory), uintptr_t slot, PyCodeO
     }
     line += -((uintptr_t)line + start_size) % 4;
     uint32_t word;
-    memcpy(&word, size, 4);
+    memcpy(&word, size_field, 4);
     memcpy(line, start, start_size);
     memcpy(line + start_size + 4, name, name_size);
     __atomic_store_n((uint32_t *)(line + start_size), word, __ATOMIC_RELEASE);

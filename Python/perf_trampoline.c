@@ -160,6 +160,30 @@ escape_character(Py_UCS4 c, char *out)
 /* No character needs more. */
 #define ESCAPED_MAX 6
 
+/* Copy what stands for itself, eight bytes at a time, and return its length: what follows needs a closer look. Of
+   almost every name that is nothing. */
+static size_t
+copy_plain(const uint8_t *text, size_t size, char *out)
+{
+    const uint64_t ones = 0x0101010101010101u;
+    for (size_t i = 0; size >= 8; ) {
+        uint64_t word;
+        memcpy(&word, text + i, 8);
+        uint64_t semicolon = word ^ ';' * ones, backslash = word ^ '\\' * ones;
+        /* High bits: 0x80 and above, 0x7f, below ' ', ';', '\\'. What a carry adds is above one of these. */
+        uint64_t odd = word | (word + ones) | (word - ' ' * ones) | (semicolon - ones) | (backslash - ones);
+        if ((odd & 0x80 * ones) != 0) {
+            return i;
+        }
+        memcpy(out + i, &word, 8);
+        if (i + 8 == size) {
+            return size;
+        }
+        i = Py_MIN(i + 8, size - 8);        /* the last eight may overlap those before */
+    }
+    return 0;
+}
+
 static size_t
 escape(PyObject *text, Py_ssize_t begin, char *out, size_t room)
 {
@@ -168,6 +192,15 @@ escape(PyObject *text, Py_ssize_t begin, char *out, size_t room)
     Py_ssize_t length = PyUnicode_GET_LENGTH(text);
     size_t used = 0;
     for (Py_ssize_t i = begin; i < length && used + ESCAPED_MAX < room; i++) {
+        if (kind == PyUnicode_1BYTE_KIND) {
+            size_t plain = copy_plain((const uint8_t *)data + i, Py_MIN((size_t)(length - i), room - used - ESCAPED_MAX),
+                                      out + used);
+            i += plain;
+            used += plain;
+            if (i == length || used + ESCAPED_MAX >= room) {
+                break;
+            }
+        }
         used += escape_character(PyUnicode_READ(kind, data, i), out + used);
     }
     return used;
@@ -183,6 +216,9 @@ _PyPerf_FormatName(PyCodeObject *code, char *name)
 
     size_t room = _PyPerf_NAME_MAX / 2, tail = ESCAPED_MAX;
     Py_ssize_t begin = PyUnicode_GET_LENGTH(code->co_filename);
+    if ((size_t)begin * ESCAPED_MAX < room - 2 * ESCAPED_MAX) {
+        begin = 0;                          /* it fits, whatever is in it */
+    }
     while (begin > 0 && tail + ESCAPED_MAX < room) {
         tail += escape_character(PyUnicode_READ_CHAR(code->co_filename, --begin), scratch);
     }
@@ -192,7 +228,12 @@ _PyPerf_FormatName(PyCodeObject *code, char *name)
 size_t
 _PyPerf_EncodePath(PyObject *text, char *path, size_t size)
 {
-    size_t used = 0;
+    size_t used = PyUnicode_GET_LENGTH(text);
+    if (PyUnicode_IS_ASCII(text) && used <= size && memchr(PyUnicode_DATA(text), 0, used) == NULL) {
+        memcpy(path, PyUnicode_DATA(text), used);
+        return used;
+    }
+    used = 0;
     for (Py_ssize_t i = 0; i < PyUnicode_GET_LENGTH(text) && used + ESCAPED_MAX < size; i++) {
         Py_UCS4 c = PyUnicode_READ_CHAR(text, i);
         if (c != 0 && c < 0x80) {

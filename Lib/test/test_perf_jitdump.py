@@ -53,8 +53,8 @@ class ReaderTest(unittest.TestCase):
         return {
             'header': struct.pack(order + 'IIIIIIQQ', 0x4A695444, 1, 40, 62, 0, 1000, 5, 0),
             'unwinding': record(4, 'QQQ', 14, 6, 16, tail=self.EH_FRAME + self.EH_FRAME_HDR + bytes(3)),
-            'debug': record(2, 'QQ', 0x7000, 2, tail=b''.join(
-                struct.pack(order + 'QII', 0x7000 + i, 3 + i, 0) + name for i, name in enumerate([b'/x.py\0', b'\xff\0']))),
+            'debug': record(2, 'QQ', 0x7000, 2, tail=(struct.pack(order + 'QII', 0x7000, 3, 0) + b'/x.py\0'
+                                                      + struct.pack(order + 'QII', 0x7001, 4, 0) + b'\xff\0')),
             'load': record(0, 'IIQQQQ', 1000, 1001, 0x7000, 0x7000, 4, 9, tail=b'py::\xff\0' + self.CODE),
             'move': record(1, 'IIQQQQQ', 1000, 1001, 0x7000, 0x7000, 0x8000, 4, 9),
             'close': record(3, ''),
@@ -76,7 +76,8 @@ class ReaderTest(unittest.TestCase):
             self.assertEqual(dataclasses.astuple(header), (1, 40, 62, 0, 1000, 5, 0, byteorder, True))
             self.assertEqual(records, [
                 CodeUnwindingInfo(40, 57, 7, 14, 6, 16, self.EH_FRAME, self.EH_FRAME_HDR),
-                CodeDebugInfo(97, 72, 7, 0x7000, 2, [DebugEntry(0x7000, 3, 0, '/x.py'), DebugEntry(0x7001, 4, 0, '/x.py')]),
+                CodeDebugInfo(97, 72, 7, 0x7000, 2,
+                              [DebugEntry(0x7000, 3, 0, '/x.py'), DebugEntry(0x7001, 4, 0, '/x.py')]),
                 CodeLoad(169, 66, 7, 1000, 1001, 0x7000, 0x7000, 4, 9, 'py::\udcff', self.CODE),
                 CodeMove(235, 64, 7, 1000, 1001, 0x7000, 0x7000, 0x8000, 4, 9),
                 CodeClose(299, 16, 7),
@@ -211,8 +212,9 @@ class RecordTest(DumpTest):
             eh_frame = unwinding.eh_frame
             fde = 4 + struct.unpack_from(order + 'I', eh_frame)[0]
             self.assertEqual(len(eh_frame) % 4, 0)
-            self.assertEqual(struct.unpack(order + '4BiIii', unwinding.eh_frame_hdr), (
-                1, 0x1b, 0x03, 0x3b, -len(eh_frame) - 4, 1, -align(load.code_size, 8) - len(eh_frame), fde - len(eh_frame)))
+            self.assertEqual(struct.unpack(order + '4BiIii', unwinding.eh_frame_hdr),
+                             (1, 0x1b, 0x03, 0x3b, -len(eh_frame) - 4, 1,
+                              -align(load.code_size, 8) - len(eh_frame), fde - len(eh_frame)))
 
     def test_unwind_data_of_one_slot_does_not_reach_the_next(self):
         spans = sorted({(load.code_addr, load.code_addr + align(load.code_size, 8) + unwinding.mapped_size)
@@ -290,7 +292,7 @@ for thread in threads: thread.join()
         _, functions = self.read(done)
         loads = [load for _, _, load in functions if load.name.startswith('py::f_')]
         self.assertEqual(len(loads), 800)
-        self.assertEqual([load.name for load in loads], [f'py::f_{load.tid}:/x.py' for load in loads])
+        self.assertEqual([load for load in loads if load.name != f'py::f_{load.tid}:/x.py'], [])
 
     def test_forked_child_has_a_dump_of_its_own(self):
         done = self.run_program('''
@@ -305,12 +307,13 @@ else:
         child = type(done)((), 0)
         child.pid = int(done.stdout)
         self.addCleanup(perf_support.remove_files, child.pid)
-        for process, present, absent in (done, ['parent', 'parent_later'], ['child']), (child, ['child'], ['parent_later']):
+        for process, expected in (done, {'parent', 'parent_later'}), (child, {'child'}):
             header, functions = self.read(process)
-            self.assertEqual({header.pid} | {n for _, _, load in functions for n in (load.pid, load.tid)}, {process.pid})
+            numbers = {number for _, _, load in functions for number in (load.pid, load.tid)}
+            self.assertEqual({header.pid} | numbers, {process.pid})
             names = self.names(functions)
-            self.assertEqual([f'py::{name}:/x.py' in names for name in present + absent],
-                             [True] * len(present) + [False] * len(absent))
+            self.assertEqual({name for name in ('parent', 'parent_later', 'child') if f'py::{name}:/x.py' in names},
+                             expected)
 
     def test_records_are_whole_after_sigkill(self):
         for turn in range(50 if FULL else 8):
@@ -393,7 +396,7 @@ class GrowthTest(DumpTest):
         done = self.run_program('for i in range(20000): function(f"f_{i}")()')
         _, functions = self.read(done)
         loads = [load for _, _, load in functions if load.name.startswith('py::f_')]
-        self.assertEqual([load.name for load in loads], [f'py::f_{i}:/x.py' for i in range(20000)])
+        self.assertCountEqual([load.name for load in loads], [f'py::f_{i}:/x.py' for i in range(20000)])
         self.assertLess(len({load.code_addr for load in loads}), 10)
 
     @unittest.skipIf(EMULATED, "an emulator's own memory grows with every piece of code")

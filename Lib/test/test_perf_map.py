@@ -156,7 +156,8 @@ threads = [threading.Thread(target=work, args=(number,)) for number in range(16)
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 ''')
-        self.assertLessEqual({f'py::thread_{n}_{i}:/x.py' for n in range(16) for i in range(200)}, set(self.names(done)))
+        expected = {f'py::thread_{n}_{i}:/x.py' for n in range(16) for i in range(200)}
+        self.assertLessEqual(expected, set(self.names(done)))
 
     def test_function_called_again_after_a_pause_is_not_named_again(self):
         done = self.run_program(f'''
@@ -190,7 +191,7 @@ for i in range(3000):
 assert other.wait() == 0
 '''))
 
-    @unittest.skipUnless(hasattr(ctypes.pythonapi, 'PyUnstable_WritePerfMapEntry'), 'PyUnstable_WritePerfMapEntry is new in 3.12')
+    @unittest.skipUnless(hasattr(ctypes.pythonapi, 'PyUnstable_WritePerfMapEntry'), 'the API is new in 3.12')
     def test_lines_of_cpythons_own_writer_stay_whole(self):
         for ours_first in True, False:
             with self.subTest(ours_first=ours_first):
@@ -307,7 +308,8 @@ if os.path.exists(path()):
                 self.assertGreaterEqual(len(names), least)
 
     def test_read_only_tmp_gives_one_message(self):
-        self.assertEqual(self.check_one_message(self.run_in_private_tmp('ro', self.SOURCE), 'Read-only file system'), {})
+        done = self.run_in_private_tmp('ro', self.SOURCE)
+        self.assertEqual(self.check_one_message(done, 'Read-only file system'), {})
 
 
 class GrowthTest(MapTest):
