@@ -2,8 +2,8 @@
 
    One system call for each Python function is what costs most in a writer that flushes, and what a buffer saves is
    lost with the process. So room is taken in the file first, some hundred entries at a time, and filled through a shared
-   mapping: every store is in the file at once, and stays there after SIGKILL. The room is allocated, not only a longer
-   length: a store into a hole of a full file system would be a SIGBUS.
+   mapping: every store is in the file at once, and stays there after SIGKILL. The room is written, not only a longer
+   length: a store into a hole of a full file system would be a SIGBUS, and the kernel gets pages ready by the dozen.
 
    The mapping is the process's own; a forked child does not even inherit it (MADV_DONTFORK).
 
@@ -27,7 +27,13 @@
 
 /* The tail that stays unused in a map is at most this long. */
 #define SHARED_ROOM (16 * 1024)
-#define OWN_ROOM (256 * 1024)
+#define OWN_ROOM (64 * 1024)
+/* Mapped beyond the end of the file, for the rooms to come: to map and unmap is dear, most of all in virtual machines. */
+#define WINDOW_SIZE (512 * 1024)
+
+#ifndef MADV_POPULATE_WRITE
+#  define MADV_POPULATE_WRITE 23        /* Linux 5.14 */
+#endif
 
 /* --- Windows --- */
 
@@ -240,53 +246,55 @@ static void
 release_window(_PyPerf_File *file)
 {
     if (file->window != NULL) {
-        _PyPerfWindow_Unmap(file->window, file->window_size);
+        _PyPerfWindow_Unmap(file->window, WINDOW_SIZE);
         file->window = NULL;
+        file->window_room = file->window_used = 0;
     }
 }
 
-/* Take room behind everything in the file. Sets *out_offset, returns its size, 0 with errno. */
-static size_t
-take_room(const _PyPerf_File *file, int fd, size_t size, off_t *out_offset)
-{
-    if (!file->appended_by_others) {
-        /* Records must follow each other without a gap. */
-        size_t room = size > OWN_ROOM ? size : OWN_ROOM;
-        *out_offset = file->end;
-        errno = posix_fallocate(fd, file->end, room);
-        return errno == 0 ? room : 0;
-    }
-    static char newlines[SHARED_ROOM];     /* not on a thread's small stack */
-    memset(newlines, '\n', sizeof(newlines));
-    ssize_t room = write(fd, newlines, sizeof(newlines));
-    if (room < 0) {
-        return 0;
-    }
-    *out_offset = lseek(fd, 0, SEEK_CUR) - room;
-    errno = ENOSPC;
-    return (size_t)room < size ? 0 : (size_t)room;
-}
-
-/* Move the window to new room. -1 with errno. */
+/* Take room behind everything in the file, and have it in the window. -1 with errno. */
 static int
-move_window(_PyPerf_File *file, size_t size)
+take_room(_PyPerf_File *file, int fd, size_t size)
 {
-    int fd = _PyPerfFile_Descriptor(file);
-    if (fd < 0) {
+    static char filler[OWN_ROOM];       /* not on a thread's small stack */
+    size_t rest = file->window_room - file->window_used;
+    off_t offset = file->end + rest;
+    ssize_t room;
+    char fill = file->appended_by_others ? '\n' : 0;
+    if (filler[0] != fill) {
+        memset(filler, fill, OWN_ROOM);
+    }
+    if (file->appended_by_others) {
+        room = write(fd, filler, SHARED_ROOM);
+        offset = lseek(fd, 0, SEEK_CUR) - room;
+    }
+    else {
+        room = pwrite(fd, filler, OWN_ROOM, offset);
+    }
+    if (room < (ssize_t)size) {
+        errno = room < 0 ? errno : ENOSPC;
         return -1;
     }
-    off_t offset = 0;
-    size_t room = take_room(file, fd, size, &offset);
-    size_t lead = offset % sysconf(_SC_PAGESIZE);
-    char *window = room == 0 ? NULL : _PyPerfWindow_Map(fd, offset - (off_t)lead, lead + room);
-    close(fd);
-    if (window == NULL) {
-        return -1;
+    if (offset != file->end + (off_t)rest) {        /* others have appended */
+        file->end = offset;
+        rest = 0;
+        release_window(file);
     }
-    release_window(file);
-    file->window = window;
-    file->window_size = lead + room;
-    file->window_used = lead;
+    if (file->window == NULL || file->window_room + room > WINDOW_SIZE) {
+        size_t lead = file->end % sysconf(_SC_PAGESIZE);
+        char *window = _PyPerfWindow_Map(fd, file->end - (off_t)lead, WINDOW_SIZE);
+        if (window == NULL) {
+            return -1;
+        }
+        release_window(file);
+        file->window = window;
+        file->window_used = lead;
+        file->window_room = lead + rest;
+    }
+    /* Pages in one go, not by a fault for each. */
+    size_t ready = _PyPerf_ALIGN(file->window_room, sysconf(_SC_PAGESIZE));
+    file->window_room += room;
+    madvise(file->window + ready, file->window_room - ready, MADV_POPULATE_WRITE);
     return 0;
 }
 
@@ -296,12 +304,16 @@ _PyPerfFile_Reserve(_PyPerf_File *file, size_t size)
     if (!file->is_open) {
         return NULL;
     }
-    if (file->window == NULL || file->window_size - file->window_used < size) {
+    if (file->window_room - file->window_used < size) {
         int saved_errno = errno;
-        int status = move_window(file, size);
+        int fd = _PyPerfFile_Descriptor(file);
+        int status = fd < 0 ? -1 : take_room(file, fd, size);
         if (status < 0) {
             _PyPerf_Fail("cannot write %s: %s", file->path,
                          errno == ESTALE || errno == ENOENT ? "it was removed" : strerror(errno));
+        }
+        if (fd >= 0) {
+            close(fd);
         }
         errno = saved_errno;
         if (status < 0) {

@@ -19,7 +19,6 @@
 
 #include <errno.h>
 #include <pthread.h>
-#include <search.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -43,13 +42,11 @@ struct arena {
     bool inherited;                 /* from the process that forked us: its names are in files that are not ours */
     struct arena *next;             /* that has unused slots too */
     uint32_t *num_live_on_page;
-    uint64_t keys[];                /* of the function in each slot */
-};
-
-struct dead_slot {
-    uint64_t key;
-    uintptr_t slot;
-    struct dead_slot *next;         /* of the same key */
+    struct slot {
+        uint64_t key;               /* of its function */
+        uintptr_t address;
+        struct slot *next;          /* dead as well, and in the same bucket */
+    } slots[];
 };
 
 struct backend_state {
@@ -58,7 +55,7 @@ struct backend_state {
     struct arena **arenas;          /* by address */
     size_t num_arenas;
     struct arena *current;          /* has unused slots; NULL: memory must be reserved first */
-    void *dead;                     /* tsearch() tree of struct dead_slot */
+    struct slot *dead[16384];       /* by key */
     bool open;
     bool failed;
 };
@@ -342,7 +339,7 @@ static int
 add_arena(struct backend_state *backend, const _PyPerf_CodeMemory *memory)
 {
     size_t num_pages = memory->num_slots * memory->slot_size / sysconf(_SC_PAGESIZE) + 1;
-    struct arena *arena = calloc(1, sizeof(*arena) + memory->num_slots * sizeof(arena->keys[0]));
+    struct arena *arena = calloc(1, sizeof(*arena) + memory->num_slots * sizeof(arena->slots[0]));
     uint32_t *num_live_on_page = calloc(num_pages, sizeof(*num_live_on_page));
     struct arena **arenas = realloc(backend->arenas, (backend->num_arenas + 1) * sizeof(*arenas));
     if (arenas != NULL) {
@@ -366,39 +363,23 @@ add_arena(struct backend_state *backend, const _PyPerf_CodeMemory *memory)
 
 /* --- Slots --- */
 
-static int
-compare_keys(const void *a, const void *b)
+static struct slot **
+find_bucket(struct backend_state *backend, uint64_t key)
 {
-    uint64_t x = ((const struct dead_slot *)a)->key, y = ((const struct dead_slot *)b)->key;
-    return (x > y) - (x < y);
+    return &backend->dead[key % Py_ARRAY_LENGTH(backend->dead)];
 }
 
 /* Take a dead slot of `key`, this very `slot` unless that is 0. */
 static uintptr_t
 take_dead_slot(struct backend_state *backend, uint64_t key, uintptr_t slot)
 {
-    struct dead_slot wanted = {.key = key};
-    struct dead_slot **node = tfind(&wanted, &backend->dead, compare_keys);
-    if (node == NULL) {
-        return 0;
+    for (struct slot **link = find_bucket(backend, key), *dead; (dead = *link) != NULL; link = &dead->next) {
+        if (dead->key == key && (slot == 0 || dead->address == slot)) {
+            *link = dead->next;
+            return dead->address;
+        }
     }
-    struct dead_slot **link = node;
-    while (slot != 0 && *link != NULL && (*link)->slot != slot) {
-        link = &(*link)->next;
-    }
-    struct dead_slot *dead = *link;
-    if (dead == NULL) {
-        return 0;
-    }
-    if (link == node && dead->next == NULL) {
-        tdelete(dead, &backend->dead, compare_keys);
-    }
-    else {
-        *link = dead->next;
-    }
-    uintptr_t taken = dead->slot;
-    free(dead);
-    return taken;
+    return 0;
 }
 
 /* Count `slot` on the page or two that it lies on: +1 or -1. What no longer serves a living function is given back. */
@@ -433,7 +414,7 @@ forget_dead_arena(struct backend_state *backend, size_t at)
         }
     }
     for (size_t i = 0; i < arena->num_used; i++) {
-        take_dead_slot(backend, arena->keys[i], arena->memory.base + i * slot_size);
+        take_dead_slot(backend, arena->slots[i].key, arena->slots[i].address);
     }
     if (backend->current == arena) {
         backend->current = NULL;
@@ -450,18 +431,10 @@ slot_died(struct backend_state *backend, uintptr_t slot)
     size_t at = find_arena(backend, slot) - 1;
     struct arena *arena = backend->arenas[at];
     if (!arena->inherited) {
-        struct dead_slot *dead = malloc(sizeof(*dead));
-        if (dead != NULL) {
-            *dead = (struct dead_slot){arena->keys[(slot - arena->memory.base) / arena->memory.slot_size], slot, NULL};
-            struct dead_slot **node = tsearch(dead, &backend->dead, compare_keys);
-            if (node == NULL) {
-                free(dead);
-            }
-            else if (*node != dead) {
-                dead->next = (*node)->next;
-                (*node)->next = dead;
-            }
-        }
+        struct slot *dead = &arena->slots[(slot - arena->memory.base) / arena->memory.slot_size];
+        struct slot **bucket = find_bucket(backend, dead->key);
+        dead->next = *bucket;
+        *bucket = dead;
     }
     count_slot(backend, arena, slot, -1);
     if (!backend->ops->relets) {
@@ -532,7 +505,7 @@ take_slot(struct backend_state *backend, PyCodeObject *code)
             arena->memory.num_slots = arena->num_used;
         }
         else {
-            arena->keys[arena->num_used++] = key;
+            arena->slots[arena->num_used++] = (struct slot){key, slot, NULL};
             count_slot(backend, arena, slot, +1);
         }
         if (arena->num_used == arena->memory.num_slots) {
@@ -831,7 +804,7 @@ after_fork_in_child(void)
             backend->arenas[i]->inherited = true;
         }
         backend->current = NULL;
-        backend->dead = NULL;
+        memset(backend->dead, 0, sizeof(backend->dead));
         if (backend->open) {
             backend->ops->after_fork();
             backend->open = false;

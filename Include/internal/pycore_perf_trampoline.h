@@ -158,9 +158,9 @@ typedef struct {
     ino_t ino;
     bool is_open;
     bool appended_by_others;            /* room is taken by one O_APPEND write of newlines, and never given back */
-    off_t end;                          /* of what is reserved, in a file that is ours alone */
-    char *window;                       /* mapped room */
-    size_t window_size;
+    off_t end;                          /* of what is reserved */
+    char *window;                       /* the mapped part of the file, and of what is to become it */
+    size_t window_room;                 /* so much of it is in the file */
     size_t window_used;
 } _PyPerf_File;
 
