@@ -85,37 +85,6 @@ def native_is_wanted():
     return "perf_native" in sys._xoptions or is_set("PYTHON_PERF_NATIVE")
 
 
-def is_set(variable):
-    """Is this environment variable a number that is not 0?  So CPython reads them; never under -E or -I."""
-    try:
-        return not sys.flags.ignore_environment and int(os.environ.get(variable, "0")) != 0
-    except ValueError:
-        return False
-
-
-def native_is_wanted():
-    """Is the interpreter's own trampoline to be left in place?"""
-    return "perf_native" in sys._xoptions or is_set("PYTHON_PERF_NATIVE")
-
-
-def image_directories():
-    """Where ELF images are made, the first that can hold one: -X perf_elf=DIR or PERF_TRAMPOLINE_DIR, else a list.
-
-    perf up to 6.x takes any file whose name begins with /tmp/perf- for a perf map, so none may be there.
-    """
-    chosen = sys._xoptions.get("perf_elf")
-    if not isinstance(chosen, str):
-        chosen = os.environ.get("PERF_TRAMPOLINE_DIR")
-    if chosen:
-        chosen = os.path.abspath(chosen)
-        if chosen.startswith("/tmp/perf-"):
-            raise ValueError(f"perf reads no images in {chosen}: choose a directory that does not begin with /tmp/perf-")
-        return [chosen]
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [f"/tmp/python-perf-{os.geteuid()}", f"{cache}/perf-trampoline-images",
-            f"/dev/shm/python-perf-{os.geteuid()}"]
-
-
 def _native(name):
     """The interpreter's own function of that name in sys, or None."""
     return sys._native_stack_trampoline.get(name)

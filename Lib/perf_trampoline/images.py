@@ -21,9 +21,9 @@ def directories():
     perf up to 6.x takes any file whose name begins with /tmp/perf- for a perf map, so none may be there.
     """
     chosen = sys._xoptions.get("perf_elf")
-    if not isinstance(chosen, str):
+    if not isinstance(chosen, str) and not sys.flags.ignore_environment:
         chosen = os.environ.get("PERF_TRAMPOLINE_DIR")
-    if chosen:
+    if isinstance(chosen, str) and chosen:
         chosen = os.path.abspath(chosen)
         if chosen.startswith("/tmp/perf-"):
             raise ValueError(f"perf reads no images in {chosen}: choose a directory that does not begin with /tmp/perf-")

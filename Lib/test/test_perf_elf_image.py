@@ -269,6 +269,9 @@ class NameTest(ElfTest):
     KNOWN = [('f', '/x.py', 1), ('C.f', '/x.py', 70), ('C.g.<locals>.<lambda>', '/dir-y/y.py', 700),
              ('__init__', '/größe.py', 123456), ('C.f', '/z.py', 2), ('long' * 1000, '/l.py', 9), ('h', '/l' * 1500, 8)]
 
+    # elfutils reads the length of a file's entry as one byte, so of longer names the tail is there.
+    FILES = [filename[-122:] for _, filename, _ in KNOWN]
+
     def one_image(self, source):
         self.run_program(source)
         image, = self.images()
@@ -325,7 +328,7 @@ for known in Image(status()['files'][0]).functions:
         done = self.tool(*command, image.path, *map(hex, addresses))
         lines = [line.rstrip() for line in done.stdout.splitlines() if line]
         self.assertEqual([re.sub(r'(:\d+):0$', r'\1', line) for line in lines],
-                         [f'{filename}:{line}' for _, filename, line in self.KNOWN])
+                         [f'{file}:{line}' for file, (_, _, line) in zip(self.FILES, self.KNOWN)])
         self.assertEqual(done.stderr, '')
 
     def test_addr2line_tells_file_and_first_line(self):
@@ -339,9 +342,9 @@ for known in Image(status()['files'][0]).functions:
 
     def test_gdb_tells_file_and_first_line(self):
         image, addresses = self.known()
-        for (_, filename, line), address in zip(self.KNOWN, addresses):
+        for file, (_, _, line), address in zip(self.FILES, self.KNOWN, addresses):
             done = self.tool('gdb', '-nx', '-batch', '-ex', f'info line *{address}', image.path)
-            self.assertIn(f'Line {line} of "{filename}"', done.stdout)
+            self.assertIn(f'Line {line} of "{file}"', done.stdout)
 
     def test_function_on_line_0_is_not_far_away(self):
         """Generated code may say so."""
@@ -352,7 +355,7 @@ for known in Image(status()['files'][0]).functions:
     def test_decl_file_is_the_function_s_file(self):
         image = self.one_image(positions(self.KNOWN))
         done = self.tool('gdb', '-nx', '-batch', '-ex', 'info functions -q py::h', image.path)
-        self.assertIn(f'File {"/l" * 1500}:', done.stdout)
+        self.assertIn(f'File {self.FILES[-1]}:', done.stdout)
 
 
 class UnwindDataTest(ElfTest):

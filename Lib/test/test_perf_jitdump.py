@@ -350,7 +350,7 @@ for i in range(10 ** 9):
     def test_interpreters_own_dump_gives_way_to_ours(self):
         """From 3.13 on the interpreter opens one before us, and writes to it again at exit."""
         for options, env in (['-X', 'perf_jit'], {}), ([], {'PYTHON_PERF_JIT_SUPPORT': '1'}):
-            done = super().run_program('def f(): pass\nf()', *options, env=env)
+            done = ProgramTest.run_program(self, 'def f(): pass\nf()', *options, env=env)
             self.assertIn('py::f:<string>', self.names(self.read(done)[1]))
             self.assertEqual(glob.glob(f'/tmp/*{done.pid}*.dump'), [f'/tmp/jit-{done.pid}.dump'])
 
@@ -411,7 +411,7 @@ churn(5000, 105000)
 print(resident() - before)
 '''
         profiled = int(self.run_program(growth).stdout)
-        plain = int(super().run_program(PRELUDE + growth).stdout)
+        plain = int(ProgramTest.run_program(self, PRELUDE + growth).stdout)
         self.assertLess(profiled - plain, 1024)      # KiB; 100000 slots take 1.6 MB and more
 
 

@@ -349,7 +349,7 @@ churn(5000, 105000)
 print(resident() - before)
 '''
         profiled = int(self.run_program(growth).stdout)
-        plain = int(super().run_program(PRELUDE + growth).stdout)
+        plain = int(ProgramTest.run_program(self, PRELUDE + growth).stdout)
         self.assertLess(profiled - plain, 1024)      # KiB; 100000 slots take 1.6 MB and more
 
 
