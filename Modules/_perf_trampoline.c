@@ -95,19 +95,26 @@ perf_status(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
     _PyPerfTrampoline_GetStatus(&status);
 
     PyObject *files = PyList_New(0);
-    for (size_t i = 0; files != NULL && i < Py_ARRAY_LENGTH(backends); i++) {
-        if (backends[i]->path()[0] != '\0') {
-            PyObject *path = PyUnicode_FromString(backends[i]->path());
-            if (path == NULL || PyList_Append(files, path) < 0) {
+    for (size_t i = 0; i < Py_ARRAY_LENGTH(backends); i++) {
+        const char *path;
+        for (size_t j = 0; files != NULL && (path = backends[i]->path(j)) != NULL; j++) {
+            PyObject *decoded = PyUnicode_DecodeFSDefault(path);
+            if (decoded == NULL || PyList_Append(files, decoded) < 0) {
                 Py_CLEAR(files);
             }
-            Py_XDECREF(path);
+            Py_XDECREF(decoded);
         }
     }
     if (files == NULL) {
         return NULL;
     }
-    return Py_BuildValue("{s:O, s:z, s:z, s:N, s:n, s:n, s:O, s:O, s:z}",
+    /* A path in it need not be UTF-8, and a long one may be cut. */
+    PyObject *failure = status.failure[0] == '\0' ? Py_NewRef(Py_None) : PyUnicode_DecodeFSDefault(status.failure);
+    if (failure == NULL) {
+        Py_DECREF(files);
+        return NULL;
+    }
+    return Py_BuildValue("{s:O, s:z, s:z, s:N, s:n, s:n, s:O, s:O, s:N}",
                          "active", status.backend != NULL ? Py_True : Py_False,
                          "backend", status.backend != NULL ? status.backend->name : NULL,
                          "architecture", template != NULL ? template->arch : NULL,
@@ -116,7 +123,7 @@ perf_status(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
                          "slots", (Py_ssize_t)status.num_slots,
                          "displaced", status.displaced ? Py_True : Py_False,
                          "chained", status.chained ? Py_True : Py_False,
-                         "failure", status.failure[0] != '\0' ? status.failure : NULL);
+                         "failure", failure);
 }
 
 static PyMethodDef perf_methods[] = {

@@ -49,6 +49,8 @@ enum {
 };
 
 struct image {
+    struct image *next;         /* made before */
+    char *path;
     char *window;               /* (C) to (E); NULL when full */
     size_t window_offset, window_size;
     Elf64_Shdr section[NUM_SECTIONS];
@@ -60,7 +62,7 @@ struct image {
 };
 
 static char directories[4 * PATH_MAX];      /* separated by ':' */
-static char image_path[PATH_MAX];
+static struct image *_Atomic images;        /* of this process; none is ever freed */
 static atomic_int num_images;
 
 void
@@ -71,13 +73,13 @@ _PyPerfElf_SetDirectories(const char *colon_separated)
 
 /* --- DWARF: fixed records, each a template with fields to fill in --- */
 
-/* LEB128 in a fixed four bytes, for numbers below 2^27. */
+/* LEB128 in a fixed four bytes: unsigned below 2^27, signed from -2^27. */
 typedef struct { uint8_t byte[4]; } leb128;
 
 static leb128
-to_leb128(uint32_t value)
+to_leb128(int32_t value)
 {
-    return (leb128){{0x80 | (value & 0x7f), 0x80 | (value >> 7 & 0x7f), 0x80 | (value >> 14 & 0x7f), value >> 21 & 0x3f}};
+    return (leb128){{0x80 | (value & 0x7f), 0x80 | (value >> 7 & 0x7f), 0x80 | (value >> 14 & 0x7f), value >> 21 & 0x7f}};
 }
 
 #define PACKED __attribute__((packed))
@@ -348,13 +350,13 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
 {
     const char *reason;
     const size_t slot_size = _PyPerf_ALIGN(_PyPerf_GetTemplate(&reason)->code_size, 16);
-    char path[PATH_MAX];
     void *handle = NULL;
-    struct image *image = calloc(1, sizeof(*image));
+    struct image *image = calloc(1, sizeof(*image) + PATH_MAX);
     if (image == NULL) {
         *out_reason = strerror(errno);
         return -1;
     }
+    char *path = image->path = (char *)(image + 1);
     int fd = create_file(directory, path);
     if (fd < 0) {
         *out_reason = errno == EPERM ? "it is not a directory of this user alone" : strerror(errno);
@@ -396,7 +398,9 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     *out_memory = (_PyPerf_CodeMemory){
         .base = base, .slot_size = slot_size, .num_slots = num_slots, .image = image,
     };
-    snprintf(image_path, sizeof(image_path), "%s", path);
+    image->next = images;
+    while (!atomic_compare_exchange_weak(&images, &image->next, image)) {
+    }
     return 0;
 
 error:
@@ -404,9 +408,9 @@ error:
         _PyPerfWindow_Unmap(head, code_end);
     }
     release_window(image);
-    free(image);
     unlink(path);
     close(fd);
+    free(image);
     return -1;
 }
 
@@ -520,7 +524,7 @@ elf_publish(const _PyPerf_CodeMemory *memory, uintptr_t slot, PyCodeObject *code
     __atomic_store_n((uint64_t *)symbol, first_word, __ATOMIC_RELEASE);
     if (_PyPerfWindow_IsLost(image->window)) {
         release_window(image);
-        return _PyPerf_Fail("%s was truncated", image_path);
+        return _PyPerf_Fail("%s was truncated", image->path);
     }
     if (index + 1 == memory->num_slots) {
         release_window(image);
@@ -533,7 +537,7 @@ elf_publish(const _PyPerf_CodeMemory *memory, uintptr_t slot, PyCodeObject *code
 static void
 elf_after_fork(void)
 {
-    image_path[0] = '\0';
+    images = NULL;
     num_images = 0;
 }
 
@@ -543,9 +547,13 @@ elf_close(void)
 }
 
 static const char *
-elf_path(void)
+elf_path(size_t index)
 {
-    return image_path;
+    const struct image *image = images;
+    while (image != NULL && index-- > 0) {
+        image = image->next;
+    }
+    return image == NULL ? NULL : image->path;
 }
 
 const _PyPerf_Backend _PyPerf_elf_backend = {

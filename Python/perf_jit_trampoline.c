@@ -166,9 +166,9 @@ jitdump_after_fork(void)
 }
 
 static const char *
-jitdump_path(void)
+jitdump_path(size_t index)
 {
-    return dump_file.path;
+    return index == 0 && dump_file.path[0] != '\0' ? dump_file.path : NULL;
 }
 
 const _PyPerf_Backend _PyPerf_jitdump_backend = {

@@ -72,9 +72,9 @@ map_close(void)
 }
 
 static const char *
-map_path(void)
+map_path(size_t index)
 {
-    return map_file.path;
+    return index == 0 && map_file.path[0] != '\0' ? map_file.path : NULL;
 }
 
 const _PyPerf_Backend _PyPerf_map_backend = {

@@ -75,8 +75,8 @@ typedef struct {
     /* In the child: let go of the parent's files; async-signal-safe. */
     void (*after_fork)(void);
     void (*close)(void);
-    /* Path of the file being written, "" when there is none. */
-    const char *(*path)(void);
+    /* Paths of the files written by this process, by number from 0; NULL when there are no more. */
+    const char *(*path)(size_t index);
 } _PyPerf_Backend;
 
 extern const _PyPerf_Backend _PyPerf_map_backend;

@@ -36,21 +36,39 @@ def directories():
 
 
 def purge(older_than=0):
-    """Remove images of this user whose process has ended and that are *older_than* seconds; return their paths."""
-    removed = []
+    """Remove images of this user that no process has and that are *older_than* seconds; return their paths."""
+    old = set()
     for directory in directories():
         try:
             entries = list(os.scandir(directory))
         except OSError:
             continue
         for entry in entries:
-            match = _IMAGE.fullmatch(entry.name)
             try:
                 info = entry.stat(follow_symlinks=False)
-                if (match and info.st_uid == os.geteuid() and time.time() - info.st_mtime >= older_than
-                        and not os.path.exists(f"/proc/{match[1]}")):
-                    os.unlink(entry.path)
-                    removed.append(entry.path)
             except OSError:
-                pass        # somebody else was faster
-    return removed
+                continue
+            match = _IMAGE.fullmatch(entry.name)
+            if (match and info.st_uid == os.geteuid() and time.time() - info.st_mtime >= older_than
+                    and not os.path.exists(f"/proc/{match[1]}")):
+                old.add(entry.path)
+    removed = []
+    for path in old - _mapped_files() if old else ():
+        try:
+            os.unlink(path)
+            removed.append(path)
+        except OSError:
+            pass        # somebody else was faster
+    return sorted(removed)
+
+
+def _mapped_files():
+    """What the processes of this user have mapped: a forked child still runs in its parent's images."""
+    files = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as maps:
+                files.update(line.rstrip("\n").partition("/")[2] for line in maps if ".so" in line)
+        except OSError:
+            pass        # it has ended, or is another user's
+    return {f"/{path}" for path in files}

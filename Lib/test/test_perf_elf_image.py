@@ -6,8 +6,6 @@ another program says so when that is missing; the rest runs anywhere, under an e
 
 import collections
 import contextlib
-import hashlib
-import io
 import json
 import os
 import re
@@ -90,7 +88,8 @@ class Image:
     def functions(self):
         """The symbols that are defined."""
         return [Function(self.string(self.sections['.dynstr'], name), address, size, info, section)
-                for name, info, _, section, address, size in struct.iter_unpack(self.order + 'IBBHQQ', self.content('.dynsym'))
+                for name, info, _, section, address, size in struct.iter_unpack(
+                    self.order + 'IBBHQQ', self.content('.dynsym'))
                 if section]
 
     @property
@@ -250,7 +249,7 @@ gdb.execute('kill')
         program = self.directory / 'program.py'
         program.write_text(PRELUDE + ACTIVATE + positions([(f'C.f_{i}', f'/m{i}.py', i + 1) for i in range(20)]))
         self.tool('env', f'PERF_TRAMPOLINE_DIR={self.directory}', 'gdb', '-nx', '-batch', '-iex', 'set confirm off',
-                  '-x', script, '--args', os.path.realpath(f'{sys.prefix}/bin') + '/python', program)
+                  '-x', script, '--args', sys.executable, program)
         states = sorted(self.directory.glob('*.state'))
         self.assertGreater(len(states), 8)
         complaints = []
@@ -267,7 +266,8 @@ gdb.execute('kill')
 class NameTest(ElfTest):
 
     KNOWN = [('f', '/x.py', 1), ('C.f', '/x.py', 70), ('C.g.<locals>.<lambda>', '/dir-y/y.py', 700),
-             ('__init__', '/größe.py', 123456), ('C.f', '/z.py', 2), ('long' * 1000, '/l.py', 9), ('h', '/l' * 1500, 8)]
+             ('__init__', '/größe.py', 123456), ('C.f', '/z.py', 2), ('long' * 1000, '/l.py', 9),
+             ('h', '/l' * 1500, 8)]
 
     # elfutils reads the length of a file's entry as one byte, so of longer names the tail is there.
     FILES = [filename[-122:] for _, filename, _ in KNOWN]
@@ -299,7 +299,8 @@ class NameTest(ElfTest):
         image = self.one_image('''
 import ctypes
 class Info(ctypes.Structure):
-    _fields_ = [('file', ctypes.c_char_p), ('base', ctypes.c_void_p), ('name', ctypes.c_char_p), ('at', ctypes.c_void_p)]
+    _fields_ = [('file', ctypes.c_char_p), ('base', ctypes.c_void_p),
+                ('name', ctypes.c_char_p), ('at', ctypes.c_void_p)]
 for i in range(50): function(f'f_{i}')()
 maps = [line.split() for line in open('/proc/self/maps')]
 base = next(int(span.split('-')[0], 16) for span, _, offset, *_, path in maps
@@ -349,8 +350,8 @@ for known in Image(status()['files'][0]).functions:
     def test_function_on_line_0_is_not_far_away(self):
         """Generated code may say so."""
         image = self.one_image(positions([('zero', '/zero.py', 0)]))
-        out = self.tool(self.binutil('addr2line'), '-e', image.path, hex(next(function.address for function in image.functions if 'py::zero:' in function.name))).stdout
-        self.assertRegex(out, r'\A/zero\.py:[01?]\n\Z')
+        address = next(function.address for function in image.functions if function.name == 'py::zero:/zero.py')
+        self.assertRegex(self.tool(self.binutil('addr2line'), '-e', image.path, hex(address)).stdout, r'\A/zero\.py:[01?]\n\Z')
 
     def test_decl_file_is_the_function_s_file(self):
         image = self.one_image(positions(self.KNOWN))
@@ -369,10 +370,15 @@ class UnwindDataTest(ElfTest):
             cls.image, = map(Image, Path(directory).iterdir())
         cls.fdes = cls.image.fdes()
 
+    def assert_same(self, found, expected):
+        """assertEqual() compares long lists for hours."""
+        self.assertEqual([pair for pair in zip(found, expected) if pair[0] != pair[1]][:3], [])
+        self.assertEqual(len(found), len(expected))
+
     def test_every_slot_has_an_fde_of_its_range(self):
         size = self.image.functions[0].size
         slots = range(self.image.text.address, self.image.text.address + self.image.text.size, -(-size // 16) * 16)
-        self.assertEqual([fde[1:3] for fde in self.fdes], [(address, size) for address in slots])
+        self.assert_same([fde[1:3] for fde in self.fdes], [(address, size) for address in slots])
 
     def test_rows_are_the_golden_ones_in_every_slot(self):
         try:
@@ -394,8 +400,8 @@ class UnwindDataTest(ElfTest):
                          (b'\1\x1b\3\x3b', self.image.sections['.eh_frame'].address, len(self.fdes)))
         table = [(section.address + location, section.address + fde)
                  for location, fde in struct.iter_unpack(self.image.order + 'ii', data[12:])]
-        self.assertEqual(table, [(location, address) for address, location, _, _ in self.fdes])
-        self.assertEqual(table, sorted(table))
+        self.assert_same(table, [(location, address) for address, location, _, _ in self.fdes])
+        self.assert_same(table, sorted(table))
 
     def test_slots_hold_the_same_code(self):
         text, spacing = self.image.content('.text'), self.fdes[1][1] - self.fdes[0][1]
@@ -467,11 +473,7 @@ class MeaningTest(ElfTest):
     """An address has one meaning, for ever."""
 
     def test_same_function_compiled_again_takes_no_slot(self):
-        done = self.run_program('''
-for _ in range(10000):
-    function('again', '/again.py', 7)()
-print(status()['functions'])
-''')
+        self.run_program("for _ in range(10000): function('again', '/again.py', 7)()")
         self.assertEqual(self.names().count('py::again:/again.py'), 1)
 
     def test_functions_of_one_name_differ_by_line(self):
@@ -559,7 +561,11 @@ for i in range(10 ** 9):
             self.assertLessEqual({f'py::killed_{i}' for i in range(last + 1)}, names)
 
     def test_reader_finds_whole_functions_while_others_are_added(self):
-        source = "function('f')()\nprint('ready', flush=True)\nfor i in range(40000): function(f'f_{i}', f'/{i % 9}.py', i + 1)()"
+        source = '''
+function('f')()
+print('ready', flush=True)
+for i in range(40000): function(f'f_{i}', f'/{i % 9}.py', i + 1)()
+'''
         with self.running(source) as process:
             for _ in range(5 if EMULATED else 200):
                 maps = Path(f'/proc/{process.pid}/maps').read_text()
@@ -575,19 +581,18 @@ for i in range(10 ** 9):
     def test_file_that_is_called_an_image_is_whole(self):
         """Even when the process is killed while it makes it."""
         done = self.tool('strace', '-f', '-qq', '-o', '/dev/null', '-e', 'inject=fallocate:signal=KILL:when=1', 'env',
-                         f'PERF_TRAMPOLINE_DIR={self.directory}', sys.executable, '-c', PRELUDE + ACTIVATE + "function('f')()",
-                         check=False)
+                         f'PERF_TRAMPOLINE_DIR={self.directory}', sys.executable, '-c',
+                         PRELUDE + ACTIVATE + "function('f')()", check=False)
         self.assertEqual(done.returncode, -signal.SIGKILL)
         self.assertEqual(list(self.directory.glob('*.so')), [])
 
     def test_forked_child_has_an_image_of_its_own_and_leaves_the_parent_s_alone(self):
         done = self.run_program('''
 import hashlib
-def content(): return hashlib.sha256(open(path, 'rb').read()).hexdigest()
-def work(name): function(name)()
+def content(): return hashlib.sha256(open(path, 'rb').read()).digest()
 path = status()['files'][0]
 f = function('parent'); f()
-content(); before = content()
+content(); before = content()       # called once, it is in the image
 if pid := os.fork():
     os.waitpid(pid, 0)
     assert content() == before
@@ -631,7 +636,7 @@ class DirectoryTest(ElfTest):
 
     def test_directory_and_files_are_private(self):
         self.directory = self.directory / 'a' / 'b'
-        self.run_program('pass', '-X', 'perf_elf')
+        self.run_program('os.umask(0)', '-X', 'perf_elf')
         self.assertEqual({path.stat().st_mode & 0o777 for path in (self.directory, self.directory.parent)}, {0o700})
         self.assertEqual(self.images()[0].path.stat().st_mode & 0o777, 0o600)
 
@@ -745,7 +750,6 @@ class DiskTest(ElfTest):
     """A file system that cannot hold images costs one message; the next directory is used, if there is one."""
 
     def check_fallback(self, mount_options, reason, number=3000):
-        cache = self.directory / 'cache'
         with tempfile.TemporaryDirectory(dir='/var/tmp', prefix='elf-images-') as cache:
             done = ProgramTest.run_in_private_tmp(self, mount_options, PRELUDE + f'''
 mount_tmp()
@@ -812,8 +816,8 @@ class UnwinderTest(ElfTest):
         library = self.probe_directory / f'probe{"".join(flags)}.so'
         if not library.exists():
             source = Path(__file__).with_name('perf_unwind_probe.cc')
-            subprocess.run([self.compiler, '-O1', '-shared', '-fPIC', '-pthread', '-static-libstdc++', source, '-o', library, *flags],
-                           check=True, capture_output=True)
+            subprocess.run([self.compiler, '-O1', '-shared', '-fPIC', '-pthread', '-static-libstdc++', source,
+                            '-o', library, *flags], check=True, capture_output=True)
         return library
 
     def call(self, leaf, *flags, way='one(leaf)', **options):
@@ -835,7 +839,6 @@ callback = Callback(lambda: one(leaf))
     def test_backtrace_shows_names(self):
         out = self.call('probe.print_backtrace()')
         self.assertEqual(self.python_names(out), [*NESTED_NAMES, 'leaf'])
-        self.assertIn('_start', out.splitlines()[-1] + out)
 
     def test_libunwind_shows_names(self):
         try:
@@ -912,14 +915,12 @@ class CheckerTest(ElfTest):
     @unittest.skipIf(EMULATED, 'the process is the emulator')
     @unittest.skipUnless(FULL, 'builds the extension again')
     def test_sanitizers(self):
-        if not shutil.which('gcc'):
-            self.skipTest('gcc is missing')
         with tempfile.TemporaryDirectory(prefix='elf-sanitized-') as build:
-            base = os.path.realpath(sys.executable)
-            for command in ([SOURCE / 'configure', '-q', f'--with-python={base}'],
-                            ['make', '-s', 'CFLAGS=-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined']):
+            sanitize = 'CFLAGS=-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined'
+            python = os.path.realpath(sys.executable)
+            for command in [SOURCE / 'configure', '-q', f'--with-python={python}'], ['make', '-s', sanitize]:
                 subprocess.run(list(map(str, command)), cwd=build, check=True, capture_output=True)
-            library = subprocess.run(['gcc', '-print-file-name=libasan.so'], text=True, capture_output=True).stdout.strip()
+            library = self.tool('gcc', '-print-file-name=libasan.so').stdout.strip()
             done = perf_support.run(['-c', PRELUDE + ACTIVATE + self.SOURCE], python=[f'{build}/bin/python'],
                                     env=os.environ | self.env({'LD_PRELOAD': library, 'PYTHONMALLOC': 'malloc',
                                                                'ASAN_OPTIONS': 'detect_leaks=0'}))
