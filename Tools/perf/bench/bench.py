@@ -34,7 +34,7 @@ import roots
 HERE = Path(__file__).resolve().parent
 OURS = 'perf', 'perf_jit', 'perf_elf'
 OWN = {'own perf': (3, 12), 'own perf_jit': (3, 13)}        # since which version
-COLUMNS = ['floor', *OURS, *OWN]
+COLUMNS = ['floor', *OURS, *OWN]                # in the first, what has no floor shows what is switched off
 # Ours are compared with what gives the same profile.
 RIVALS = {'perf': 'own perf', 'perf_jit': 'own perf_jit', 'perf_elf': 'own perf_jit'}
 
@@ -169,7 +169,7 @@ def calls(python, options):
     samples = interleaved(options.rounds, python.columns, lambda column: python.program(column, 'calls')['result'])
     for workload in samples['plain'][0]:
         these = {column: [result[workload] for result in results] for column, results in samples.items()}
-        yield (f'call over the floor, {workload}', 'ns', 'own/2', over('floor', these),
+        yield (f'call over floor, {workload}', 'ns', 'own/2', over('floor', these),
                {'own perf': {'fib': 3.9, 'methods': 4.8, 'nested': 3.6}[workload]})
         yield (f'slowdown, {workload}', 'x', '',
                {column: [value / plain for value, plain in zip(values, these['plain'])]
@@ -189,7 +189,7 @@ def call_instructions(python, options):
 
     for workload, num_calls in ('fib', 3193), ('methods', 3002), ('nested', 3001):
         samples = counted(python.columns[1:], lambda column: per_call(column, workload) / num_calls)
-        yield f'instructions over the floor, {workload}', '', '20', over('floor', samples), {'own perf': 42}
+        yield f'instructions of it, {workload}', '', '20', over('floor', samples), {'own perf': 42}
 
 
 @measurement
@@ -202,11 +202,11 @@ def registration(python, options):
     """
     number = options.functions
     samples = interleaved(options.rounds, python.columns[1:], lambda column: python.program(column, 'register', number))
-    for name, key, aim in ('new function, first call less later', 'ns', '200-350'), ('page faults', 'faults', ''):
-        yield (name if key == 'ns' else 'new function, page faults', key if key == 'ns' else '', aim,
-               {column: [answer['result'][key] for answer in answers] for column, answers in samples.items()},
-               {'own perf': 755, 'own perf_jit': 704} if key == 'ns' else {})
-    yield ('new function, bytes in files', 'B', '',
+    for name, unit, aim, known in (('registration', 'ns', '200-350', {'own perf': 755, 'own perf_jit': 704}),
+                                   ('registration', 'page faults', '', {})):
+        yield (name, unit, aim, {column: [answer['result'][unit] for answer in answers]
+                                 for column, answers in samples.items()}, known)
+    yield ('registration', 'bytes in files', '',
            {column: [answer['bytes'] / number for answer in answers] for column, answers in samples.items()
             if column != 'floor'}, {'own perf': 72, 'own perf_jit': 245})
 
@@ -217,7 +217,7 @@ def registration(python, options):
 
     samples = counted(python.columns[1:], lambda column: (
         system_calls(column, number) - system_calls(column, number // 10)) / (number - number // 10))
-    yield 'new function, system calls', '', '0.05', over('floor', samples), {'own perf': 1.0, 'own perf_jit': 2.06}
+    yield 'registration', 'system calls', '0.05', over('floor', samples), {'own perf': 1.0, 'own perf_jit': 2.06}
 
 
 @measurement
@@ -231,9 +231,9 @@ def registration_instructions(python, options):
         return (many - few) / 1000
 
     alive = counted(python.columns[1:], lambda column: count(column, 'alive'))
-    yield 'new function, instructions', '', '', over('floor', alive)
+    yield 'registration', 'instructions', '', over('floor', alive)
     both = counted(python.columns[1:], lambda column: count(column, 'dead') - alive[column][0])
-    yield 'death of a function, instructions', '', '', over('floor', both)
+    yield 'death', 'instructions', '', over('floor', both)
 
 
 @measurement
@@ -244,7 +244,7 @@ def growth(python, options):
     """
     samples = interleaved(1, ['plain', *python.columns[2:]], lambda column: (
         python.program(column, 'churn', options.churn)['result'] / 1024))
-    yield f'growth, {options.churn} functions', 'MB', '2', over('plain', samples), {'own perf': 32, 'own perf_jit': 97}
+    yield f'growth by {options.churn}', 'MB', '2', over('plain', samples), {'own perf': 32, 'own perf_jit': 97}
 
 
 @contextlib.contextmanager
@@ -275,7 +275,7 @@ def startup(python, options):
         columns = [column for column in python.columns if column != 'floor']
         samples = interleaved(options.rounds * 4, ['bare', *columns], lambda column: (
             processor_time('plain', bare) if column == 'bare' else processor_time(column, environment)))
-        yield ('start-up over not installed', 'ms', 'own', {
+        yield ('start-up', 'ms', 'own', {
             column: [value - least for value, least in zip(values, samples['bare'])]
             for column, values in samples.items() if column != 'bare'})
 
@@ -296,7 +296,7 @@ def startup_instructions(python, options):
         least = count('plain', bare)
         samples = counted([column for column in python.columns if column != 'floor'], lambda column: (
             count(column, {'PERF_TRAMPOLINE_DIR': images}) / least - 1) * 100)
-        yield 'start-up over not installed, instr.', '%', 'plain 1', samples
+        yield 'start-up', '% instructions', 'off 1', samples
 
 
 def perf_command():
@@ -339,7 +339,7 @@ def frames(python, options):
             for sample in perf_script.samples(data, perf_command()):
                 if len(sample.stack) >= 100:
                     stacks[column].append([i for i, frame in enumerate(sample.stack) if perf_script.python_name(frame)])
-    yield ('native frames for a Python call', '', '3', {
+    yield ('native frames for a call', '', '3', {
         column: [statistics.median(b - a for a, b in zip(stack, stack[1:])) for stack in of]
         for column, of in stacks.items()}, {'own perf': 4})
     yield ('Python frames in 127', '', '42', {column: list(map(len, of)) for column, of in stacks.items()},
@@ -364,7 +364,7 @@ def reporting(python, options):
             seconds[column] = [time.monotonic() - started]
             names = os.listdir('/tmp') + (os.listdir(images) if images.exists() else [])
             files[column] = [sum(name.endswith('.so') and str(pid) in name for name in names)]
-    yield f'recording to report, {options.reported}', 's', 'own', seconds
+    yield f'report of {options.reported}', 's', 'own', seconds
     yield 'shared objects left', '', '', files
 
 
@@ -379,21 +379,26 @@ def number(value):
 
 
 def cell(row, column):
+    if column == 'floor' and 'floor' not in row.samples:
+        column = 'plain'
     if column not in row.samples:
         return f'({number(row.known[column])})' if column in row.known else ''
-    spread = row.spreads[column]
-    return number(row.medians[column]) + (f'±{spread:.1g}' if 0 < spread < 100 else f'±{spread:.0f}' if spread else '')
+    median, spread = row.medians[column], row.spreads[column]
+    if spread < abs(median) / 200:
+        return number(median)
+    return f'{number(median)}±' + (f'{spread / abs(median):.0%}' if spread < abs(median) else f'{spread:.2g}')
 
 
 def line(name, aim, cells):
-    return (f'{name:<36}{aim:>8}' + ''.join(f'{text:>9}' for text in cells)).rstrip()
+    return (f'{name:<27}{aim:>8}' + ''.join(f'{text:>10}' for text in cells[:4])
+            + ''.join(f'{text:>13}' for text in cells[4:])).rstrip()
 
 
 def lines(row):
     """A row as text, 100 columns wide."""
     yield line(row.name + (f', {row.unit}' if row.unit else ''), row.aim, [cell(row, column) for column in COLUMNS])
     if row.ratios:
-        yield line('    in relation to own', '', ['', '', *(f'{r:.2f}' for r in map(row.ratios.get, OURS) if r)])
+        yield line('    in relation to own', '', ['', *(f'{row.ratios[ours]:.2f}' if ours in row.ratios else '' for ours in OURS)])
 
 
 def interpreters(options):
@@ -424,7 +429,7 @@ def main():
 
     pythons, rows = list(interpreters(options)), []
     for python in pythons:
-        print('', line(f'CPython {python.name}', 'aim', COLUMNS), sep='\n')
+        print('', line(f'CPython {python.name}', 'aim', ['floor/off', *OURS, *OWN]), sep='\n')
         for name in options.measure:
             # Counts are exact, and take long: of the first and the last interpreter.
             if name in COUNTING and (python not in (pythons[0], pythons[-1]) or not shutil.which('valgrind')):
