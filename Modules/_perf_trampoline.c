@@ -99,7 +99,7 @@ perf_status(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
         const char *path;
         for (size_t j = 0; files != NULL && (path = backends[i]->path(j)) != NULL; j++) {
             PyObject *decoded = PyUnicode_DecodeFSDefault(path);
-            if (decoded == NULL || PyList_Append(files, decoded) < 0) {
+            if (decoded == NULL || PyList_Insert(files, 0, decoded) < 0) {     /* the newest comes first */
                 Py_CLEAR(files);
             }
             Py_XDECREF(decoded);

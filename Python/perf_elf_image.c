@@ -61,25 +61,31 @@ struct image {
     size_t last_file;           /* offset of the last one's name there */
 };
 
-static char directories[4 * PATH_MAX];      /* separated by ':' */
+static char *_Atomic directories;       /* separated by ':'; a former list is never freed, a thread may read it */
+static atomic_int num_unusable;         /* so many of them have failed */
 static struct image *_Atomic images;        /* of this process; none is ever freed */
 static atomic_int num_images;
 
 void
 _PyPerfElf_SetDirectories(const char *colon_separated)
 {
-    snprintf(directories, sizeof(directories), "%s", colon_separated);
+    directories = strdup(colon_separated);
+    num_unusable = 0;
 }
 
 /* --- DWARF: fixed records, each a template with fields to fill in --- */
 
-/* LEB128 in a fixed four bytes: unsigned below 2^27, signed from -2^27. */
-typedef struct { uint8_t byte[4]; } leb128;
+/* LEB128 in five bytes, signed or not negative. */
+typedef struct { uint8_t byte[5]; } leb128;
 
 static leb128
 to_leb128(int32_t value)
 {
-    return (leb128){{0x80 | (value & 0x7f), 0x80 | (value >> 7 & 0x7f), 0x80 | (value >> 14 & 0x7f), value >> 21 & 0x7f}};
+    leb128 encoded;
+    for (int i = 0; i < 5; i++, value >>= 7) {
+        encoded.byte[i] = (value & 0x7f) | (i < 4 ? 0x80 : 0);
+    }
+    return encoded;
 }
 
 #define PACKED __attribute__((packed))
@@ -99,6 +105,13 @@ static const uint8_t abbreviations[] = {
         0x3b, 0x06,     /* DW_AT_decl_line, DW_FORM_data4 */
         0x03, 0x0e,     /* DW_AT_name, DW_FORM_strp */
         0, 0,
+    3, 0x80, 0x81, 0x01, 0,         /* DW_TAG_lo_user: a slot that is not let yet, the same in size */
+        0x80, 0x40, 0x07,           /* DW_AT_lo_user, DW_FORM_data8 */
+        0x81, 0x40, 0x0b,           /* and the next ones, DW_FORM_data1 */
+        0x82, 0x40, 0x06,           /* DW_FORM_data4 */
+        0x83, 0x40, 0x06,
+        0x84, 0x40, 0x06,
+        0, 0,
     0,
 };
 
@@ -112,8 +125,7 @@ struct PACKED compile_unit {
     uint8_t language;
     uint64_t low_pc, high_pc;
     uint32_t stmt_list;
-    uint8_t end_of_children;    /* the next child's first byte, until there is one */
-};
+};                              /* then a subprogram for each slot, and a zero */
 
 struct PACKED subprogram {
     uint8_t abbreviation;
@@ -242,9 +254,13 @@ compose(struct image *image, char *head, size_t num_slots, size_t slot_size)
         .unit_length = sizeof(struct aranges) - 4, .version = 2, .address_size = 8, .address = text, .length = text_size,
     };
     *(struct compile_unit *)at(image, DEBUG_INFO) = (struct compile_unit){
-        .unit_length = sizeof(struct compile_unit) - 4, .version = 4, .address_size = 8,
+        .unit_length = section[DEBUG_INFO].sh_size - 4, .version = 4, .address_size = 8,
         .abbreviation = 1, .name = "Python", .language = 0x14 /* DW_LANG_Python */, .low_pc = text, .high_pc = text_size,
     };
+    struct subprogram *subprograms = (struct subprogram *)(at(image, DEBUG_INFO) + sizeof(struct compile_unit));
+    for (size_t i = 0; i < num_slots; i++) {
+        subprograms[i].abbreviation = 3;
+    }
     *(struct line_header *)at(image, DEBUG_LINE) = (struct line_header){
         .unit_length = sizeof(struct line_header) - 4, .version = 4,
         .header_length = sizeof(struct line_header) - offsetof(struct line_header, minimum_instruction_length),
@@ -256,7 +272,6 @@ compose(struct image *image, char *head, size_t num_slots, size_t slot_size)
         name += sprintf(at(image, SHSTRTAB) + name, "%s", names[i]) + 1;
         section[SHSTRTAB].sh_size = name;
     }
-    section[DEBUG_INFO].sh_size = sizeof(struct compile_unit);
     section[DEBUG_LINE].sh_size = sizeof(struct line_header);
     memcpy(image->section_headers, section, sizeof(image->section));
 }
@@ -282,7 +297,7 @@ lay_out(struct image *image, size_t num_slots, size_t slot_size)
         [DEBUG_ABBREV] = {SHT_PROGBITS, 0, sizeof(abbreviations), page_size, 0, 0, 0},
         [DEBUG_ARANGES] = {SHT_PROGBITS, 0, sizeof(struct aranges), 8, 0, 0, 0},
         [DEBUG_INFO] = {SHT_PROGBITS, 0,
-                        sizeof(struct compile_unit) + num_slots * sizeof(struct subprogram), 8, 0, 0, 0},
+                        sizeof(struct compile_unit) + num_slots * sizeof(struct subprogram) + 1, 8, 0, 0, 0},
         [DEBUG_LINE] = {SHT_PROGBITS, 0,
                         sizeof(struct line_header) + num_slots * (sizeof(struct line_sequence) + FILE_ROOM), 8, 0, 0, 0},
         [SHSTRTAB] = {SHT_STRTAB, 0, 128, 1, 0, 0, 0},
@@ -311,7 +326,8 @@ lay_out(struct image *image, size_t num_slots, size_t slot_size)
 
 /* --- Files --- */
 
-/* Create a file of an unused name in `directory`, which must be ours alone. Returns its descriptor, or -1 with errno. */
+/* Create a file of an unused name in `directory`, which must be ours alone. Returns its descriptor, or -1 with errno. It
+   is called .so only when it is whole. */
 static int
 create_file(const char *directory, char *path)
 {
@@ -330,7 +346,7 @@ create_file(const char *directory, char *path)
     }
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
-    snprintf(path + strlen(path), PATH_MAX - strlen(path), "/%d-%d-%llx.so", (int)_PyPerf_ProcessId(),
+    snprintf(path + strlen(path), PATH_MAX - strlen(path), "/%d-%d-%llx.new", (int)_PyPerf_ProcessId(),
              atomic_fetch_add(&num_images, 1) + 1, (long long)now.tv_sec * 1000000000 + now.tv_nsec);
     return open(path, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
 }
@@ -384,6 +400,14 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     _PyPerfWindow_Unmap(head, code_end);
     head = NULL;
 
+    char new_path[PATH_MAX];
+    memcpy(new_path, path, PATH_MAX);
+    strcpy(strrchr(path, '.'), ".so");
+    if (rename(new_path, path) < 0) {
+        *out_reason = strerror(errno);
+        strcpy(path, new_path);
+        goto error;
+    }
     handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     struct link_map *map;
     if (handle == NULL || dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0) {
@@ -393,6 +417,8 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
         goto error;
     }
     close(fd);
+    /* The loader's look at a page has brought sixteen. */
+    madvise((void *)(map->l_addr + code_end), section[DYNAMIC].sh_offset - code_end, MADV_DONTNEED);
     const uintptr_t base = map->l_addr + section[TEXT].sh_offset;
     _PyPerfWindow_Guard((void *)base, code_end - section[TEXT].sh_offset, slot_size);
     *out_memory = (_PyPerf_CodeMemory){
@@ -425,26 +451,30 @@ elf_open(void)
 static int
 elf_reserve(_PyPerf_CodeMemory *out_memory)
 {
-    char list[sizeof(directories)], *rest = list, *directory;
     char first_failure[256] = "no directory is given";
     size_t num_slots = FIRST_NUM_SLOTS;
     for (int i = num_images; i > 0 && num_slots < MAX_NUM_SLOTS; i--) {
         num_slots *= 4;
     }
-    snprintf(list, sizeof(list), "%s", directories);
-    for (bool first = true; (directory = strsep(&rest, ":")) != NULL; first = false) {
+    char *list = directories == NULL ? NULL : strdup(directories), *rest = list, *directory;
+    for (int i = 0, tried = num_unusable; (directory = strsep(&rest, ":")) != NULL; i++) {
         const char *reason;
+        if (i < tried) {
+            continue;
+        }
         if (make_image(directory, num_slots, out_memory, &reason) == 0) {
-            if (!first) {
+            if (i > tried) {
                 _PyPerf_Fail("cannot make images in %s; they are in %s", first_failure, directory);
-                snprintf(directories, sizeof(directories), "%s", directory);
+                num_unusable = i;
             }
+            free(list);
             return 0;
         }
-        if (first) {
+        if (i == tried) {
             snprintf(first_failure, sizeof(first_failure), "%.120s: %s", directory, reason);
         }
     }
+    free(list);
     return _PyPerf_Fail("cannot make images in %s, nor in any other directory", first_failure);
 }
 
@@ -463,8 +493,12 @@ elf_publish(const _PyPerf_CodeMemory *memory, uintptr_t slot, PyCodeObject *code
     const uint64_t address = section[TEXT].sh_offset + index * memory->slot_size;
     const size_t name_size = _PyPerf_FormatName(code, name) + 1;
     size_t path_size = _PyPerf_EncodePath(code->co_filename, path_buffer, sizeof(path_buffer) - 1) + 1;
-    const char *path = path_buffer;
     name[name_size - 1] = path_buffer[path_size - 1] = '\0';
+    const char *path = path_buffer;
+    if (path_size == 1) {       /* gdb aborts on a file without a name */
+        path = "?";
+        path_size = 2;
+    }
     if (path_size > LONGEST_FILE_NAME + 1) {
         path += path_size - (LONGEST_FILE_NAME + 1);
         path_size = LONGEST_FILE_NAME + 1;
@@ -495,20 +529,19 @@ elf_publish(const _PyPerf_CodeMemory *memory, uintptr_t slot, PyCodeObject *code
     };
     memcpy(line, &sequence, sizeof(sequence));
 
-    struct subprogram subprogram = {
-        .abbreviation = 2, .low_pc = address, .high_pc = code_size,
-        .decl_file = image->num_files, .decl_line = code->co_firstlineno, .name = image->names_size,
-    };
-    char *info = at(image, DEBUG_INFO) + section[DEBUG_INFO].sh_size - 1;
-    memcpy(info, &subprogram, sizeof(subprogram));
-
-    /* Lengths after what they are the lengths of, and a section's before its unit's: a reader finds whole entries. */
+    /* The length after what it is the length of, and the section's before the unit's: a reader finds whole entries. */
     atomic_thread_fence(memory_order_release);
     image->section_headers[DEBUG_LINE].sh_size = section[DEBUG_LINE].sh_size += line_size;
-    image->section_headers[DEBUG_INFO].sh_size = section[DEBUG_INFO].sh_size += sizeof(subprogram);
     atomic_thread_fence(memory_order_release);
     ((struct line_header *)at(image, DEBUG_LINE))->unit_length = section[DEBUG_LINE].sh_size - 4;
-    ((struct compile_unit *)at(image, DEBUG_INFO))->unit_length = section[DEBUG_INFO].sh_size - 4;
+
+    struct subprogram *subprogram = (struct subprogram *)(at(image, DEBUG_INFO) + sizeof(struct compile_unit)) + index;
+    struct subprogram let = {
+        .abbreviation = 3, .low_pc = address, .high_pc = code_size,
+        .decl_file = image->num_files, .decl_line = code->co_firstlineno, .name = image->names_size,
+    };
+    memcpy(subprogram, &let, sizeof(let));
+    __atomic_store_n(&subprogram->abbreviation, 2, __ATOMIC_RELEASE);
 
     /* The symbol becomes defined by its first word, stored last. */
     Elf64_Sym *symbol = (Elf64_Sym *)at(image, DYNSYM) + index + 1;

@@ -416,9 +416,7 @@ forget_dead_arena(struct backend_state *backend, size_t at)
     for (size_t i = 0; i < arena->num_used; i++) {
         take_dead_slot(backend, arena->slots[i].key, arena->slots[i].address);
     }
-    if (backend->current == arena) {
-        backend->current = NULL;
-    }
+    backend->ops->retire((void *)arena->memory.base, _PyPerf_ALIGN(arena->num_used * slot_size, sysconf(_SC_PAGESIZE)));
     backend->num_arenas--;
     memmove(backend->arenas + at, backend->arenas + at + 1, (backend->num_arenas - at) * sizeof(*backend->arenas));
     free(arena->num_live_on_page);

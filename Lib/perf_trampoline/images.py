@@ -11,8 +11,8 @@ import time
 
 KEPT_SECONDS = 7 * 24 * 3600
 
-# PID-NUMBER-TIME.so, as Python/perf_elf_image.c names them
-_IMAGE = re.compile(r"(\d+)-\d+-[0-9a-f]+\.so")
+# PID-NUMBER-TIME.so, or .new while it is made, as Python/perf_elf_image.c names them
+_IMAGE = re.compile(r"(\d+)-\d+-[0-9a-f]+\.(so|new)")
 
 
 def directories():
@@ -32,7 +32,8 @@ def directories():
         return [chosen]
     user = os.geteuid()
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [f"/tmp/python-perf-{user}", f"{cache}/perf-trampoline-images", f"/dev/shm/python-perf-{user}"]
+    defaults = f"/tmp/python-perf-{user}", f"{cache}/perf-trampoline-images", f"/dev/shm/python-perf-{user}"
+    return [path for path in defaults if not path.startswith("/tmp/perf-") and ":" not in path]
 
 
 def purge(older_than=0):

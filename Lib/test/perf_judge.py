@@ -47,7 +47,8 @@ def _is_ours(frame):
 def _is_nameless(frame):
     """Executable memory that belongs to no program file: in this workload, a trampoline."""
     return frame.sym == '[unknown]' and (
-        frame.dso.startswith(('[anon', '//anon', '/memfd:', '/tmp/jitted-')) or frame.dso.endswith('.map'))
+        frame.dso.startswith(('[anon', '//anon', '/memfd:', '/dev/zero', '/tmp/jitted-')) or frame.dso.endswith('.map')
+        or re.search(r'/\d+-\d+-[0-9a-f]+\.so$', frame.dso))
 
 
 def _in_interpreter(frame):

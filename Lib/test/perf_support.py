@@ -84,12 +84,21 @@ def map_entries(pid):
     return entries
 
 
+def files_of(pid):
+    return [f'/tmp/perf-{pid}.map', f'/tmp/jit-{pid}.dump', *glob.glob(f'/tmp/jitted-{pid}-*.so')]
+
+
 def remove_files(*pids):
     """Remove what processes of these numbers left in /tmp; another user's of the same number stays."""
     for pid in pids:
-        for path in [f'/tmp/perf-{pid}.map', f'/tmp/jit-{pid}.dump', *glob.glob(f'/tmp/jitted-{pid}-*.so')]:
+        for path in files_of(pid):
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 os.unlink(path)
+
+
+def _in_the_way(pid):
+    """Did another user's process of this number leave files?"""
+    return any(os.path.exists(path) and os.stat(path).st_uid != os.geteuid() for path in files_of(pid))
 
 
 def _can_mount(unshare):
@@ -112,8 +121,11 @@ class ProgramTest(unittest.TestCase):
         """Run `source` with the interpreter's `options`; see run()."""
         switches = 'PYTHONPERFSUPPORT', 'PYTHON_PERF_JIT_SUPPORT', 'PYTHON_PERF_ELF_SUPPORT', 'PYTHON_PERF_NATIVE'
         env = {name: value for name, value in os.environ.items() if name not in switches} | dict(env)
-        done = run([*options, '-c', textwrap.dedent(source)], env=env, **run_options)
-        self.addCleanup(remove_files, done.pid)
+        for _ in range(10):
+            done = run([*options, '-c', textwrap.dedent(source)], env=env, **run_options)
+            self.addCleanup(remove_files, done.pid)
+            if not _in_the_way(done.pid):
+                break
         return done
 
     def run_in_private_tmp(self, mount_options, source, **run_options):

@@ -151,6 +151,12 @@ class DumpTest(ProgramTest):
     def names(self, functions):
         return [load.name for _, _, load in functions]
 
+    def ours(self, functions):
+        """Those between functions named `begin` and `end`: the interpreter calls some of its own before and after."""
+        begin, end = (next(i for i, name in enumerate(self.names(functions)) if name.startswith(f'py::{mark}:'))
+                      for mark in ('begin', 'end'))
+        return functions[begin + 1:end]
+
 
 class RecordTest(DumpTest):
     """The records of one program, which calls some functions and ends."""
@@ -158,12 +164,16 @@ class RecordTest(DumpTest):
     def setUp(self):
         super().setUp()
         self.start = time.monotonic_ns()
-        self.process = self.run_program('for i in range(100): function(f"f_{i}", f"/x_{i}.py")()')
+        self.process = self.run_program('''
+function('begin')()
+for i in range(100): function(f'f_{i}', f'/x_{i}.py')()
+function('end')()
+''')
         self.end = time.monotonic_ns()
         self.header, self.all = self.read(self.process)
 
     def test_every_function_is_named(self):
-        self.assertEqual(self.names(self.all)[-100:], [f'py::f_{i}:/x_{i}.py' for i in range(100)])
+        self.assertEqual(self.names(self.ours(self.all)), [f'py::f_{i}:/x_{i}.py' for i in range(100)])
 
     def test_header_tells_machine_process_and_clock(self):
         elf = Path('/proc/self/exe').read_bytes()[:20]
@@ -183,7 +193,7 @@ class RecordTest(DumpTest):
         self.assertEqual([load.code_index for load in loads], list(range(len(loads))))
 
     def test_debug_info_is_the_first_line_of_the_same_code(self):
-        for unwinding, debug, load in self.all[-100:]:
+        for _, debug, load in self.ours(self.all):
             self.assertEqual((load.vma, debug.code_addr, debug.entries),
                              (load.code_addr, load.code_addr,
                               [DebugEntry(load.code_addr, 5, 0, load.name.rpartition(':')[2])]))
@@ -334,9 +344,9 @@ for i in range(10 ** 9):
 
     def read_hostile(self, *names):
         """Names and debug information's file names of functions whose names and paths are hostile."""
-        done = self.run_program('for name in json.load(sys.stdin): function(name, name)()', input=json.dumps(names))
-        _, functions = self.read(done)
-        functions = functions[-len(names):]
+        done = self.run_program('for name in json.load(sys.stdin): function(name, name)()',
+                                input=json.dumps(['begin', *names, 'end']))
+        functions = self.ours(self.read(done)[1])
         return self.names(functions), [debug.entries[0].name for _, debug, _ in functions]
 
     def test_paths_are_those_of_the_file_system(self):

@@ -77,11 +77,13 @@ class EntryTest(MapTest):
 
     def names_of(self, *functions):
         """The names in the map of a program that calls functions of these qualified and file names."""
+        mark = 'begin', 'end'       # the interpreter calls functions of its own before and after
         done = self.run_program('''
 import json
 for names in json.load(sys.stdin): function(*names)()
-''', input=json.dumps(functions))
-        return self.names(done)[-len(functions):]
+''', input=json.dumps([mark, *functions, mark[::-1]]))
+        names = self.names(done)
+        return names[names.index('py::begin:end') + 1:names.index('py::end:begin')]
 
     def test_entry_is_start_size_and_name(self):
         done = self.run_program("function('C.f')()")
@@ -221,6 +223,7 @@ class CreationTest(ProgramTest):
             done = self.run_program(PRELUDE + f'''
 import perf_trampoline
 target, path = {str(target)!r}, path()
+if os.path.lexists(path): os.unlink(path)       # of an earlier process
 {plant}
 sys.activate_stack_trampoline('perf')
 function('f')()

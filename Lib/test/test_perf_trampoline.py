@@ -393,7 +393,8 @@ f()
         self.assertEqual(plain.returncode, 1)
 
     def test_exit_status(self):
-        for statement, status in {'sys.exit(3)': 3, 'os._exit(4)': 4, 'sys.exit("text")': 1, 'raise SystemExit': 0}.items():
+        expected = {'sys.exit(3)': 3, 'os._exit(4)': 4, 'sys.exit("text")': 1, 'raise SystemExit': 0}
+        for statement, status in expected.items():
             with self.subTest(statement):
                 self.assertEqual(self.check_same_as_plain(f'def f(): {statement}\nf()').returncode, status)
 
@@ -645,21 +646,22 @@ import multiprocessing, os, sys
 def work(n):
     return os.getpid(), n * n, sys.is_stack_trampoline_active()
 if __name__ == '__main__':
-    with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
+    with multiprocessing.get_context(sys.argv[1]).Pool(2, sys.activate_stack_trampoline) as pool:
+        workers = [process.pid for process in multiprocessing.active_children()]
         results = pool.map(work, range(20))
         pool.close(); pool.join()
     assert [square for _, square, _ in results] == [n * n for n in range(20)]
     assert all(active for _, _, active in results)
-    print(*{pid for pid, _, _ in results})
+    assert {pid for pid, _, _ in results} <= {*workers}
+    print(*workers)
 ''')
             for method in 'fork', 'spawn':
                 with self.subTest(method):
-                    done = perf_support.run([program, method], env=os.environ | {'PYTHONPERFSUPPORT': '1'})
+                    done = perf_support.run(['-X', 'perf', program, method])
                     pids = done.stdout.split()
                     self.remove_files_of(done.pid, *pids)
                     self.assertEqual(done.stderr, '')
-                    for pid in pids:
-                        self.assertIn(f'py::work:{program}', self.names(pid))
+                    self.assertIn(f'py::work:{program}', set.union(*map(self.names, pids)))
 
     def test_subprocess_switched_on_by_the_environment(self):
         done = self.run_program('''
@@ -693,7 +695,8 @@ def run(interpreter, code):
         self.check_interpreters(f'''
 for i in range({500 if FULL else 100}):
     sub = new(own_gil=i % 2)
-    run(sub, "import sys; sys.activate_stack_trampoline({BACKENDS!r}[%d])\\ndef f(): return 1\\nassert f() == 1" % (i % 3))
+    backend = {BACKENDS!r}[i % 3]
+    run(sub, f"import sys; sys.activate_stack_trampoline({{backend!r}})\\ndef f(): return 1\\nassert f() == 1")
     interpreters.destroy(sub)
     f, = functions(1, f'main_{{i}}'); f()
     assert not sys.is_stack_trampoline_active()

@@ -34,7 +34,7 @@ import roots
 HERE = Path(__file__).resolve().parent
 OURS = 'perf', 'perf_jit', 'perf_elf'
 OWN = {'own perf': (3, 12), 'own perf_jit': (3, 13)}        # since which version
-COLUMNS = ['floor', *OURS, *OWN]                # in the first, what has no floor shows what is switched off
+COLUMNS = ['floor', *OURS, *OWN]
 # Ours are compared with what gives the same profile.
 RIVALS = {'perf': 'own perf', 'perf_jit': 'own perf_jit', 'perf_elf': 'own perf_jit'}
 
@@ -98,8 +98,8 @@ class Interpreter:
         env = self.env | ({'PYTHON_PERF_NATIVE': '1'} if own else {}) | dict(env)
         return subprocess.Popen([*map(str, wrapper), *self.command, *switch, *map(str, arguments)], env=env, **options)
 
-    def program(self, column, *arguments, wrapper=(), images=None):
-        """Run one of programs.py; return its answer, with the bytes and the number of the files it left."""
+    def program(self, column, *arguments, wrapper=()):
+        """Run one of programs.py; return its answer, with the bytes of the files it left and what it said."""
         floor = ['--floor', self.build / 'bench'] if column == 'floor' else []
         with tempfile.TemporaryDirectory(prefix='bench-') as images:
             process = self.start(column, [HERE / 'programs.py', *floor, *arguments], wrapper, text=True,
@@ -108,8 +108,9 @@ class Interpreter:
             if process.returncode:
                 raise RuntimeError(f'{process.args}: exit status {process.returncode}\n{noise}')
             answer = json.loads(out.splitlines()[-1])
-            files = [Path(path) for path in left_behind(answer['pid'])] + list(Path(images).iterdir())
-            answer |= {'noise': noise, 'bytes': sum(path.stat().st_size for path in files), 'files': len(files)}
+            files = [f'/tmp/perf-{answer["pid"]}.map', f'/tmp/jit-{answer["pid"]}.dump']
+            files = [*filter(Path.exists, map(Path, files)), *Path(images).glob('**/*.so')]
+            answer |= {'noise': noise, 'bytes': sum(path.stat().st_size for path in files)}
             perf_script.remove_files(answer['pid'])
         return answer
 
@@ -120,11 +121,6 @@ class Interpreter:
 
 
 VALGRIND = 'valgrind', '--tool=callgrind', '--callgrind-out-file=/dev/null'
-
-
-def left_behind(pid):
-    paths = f'/tmp/perf-{pid}.map', f'/tmp/jit-{pid}.dump'
-    return [path for path in paths if os.path.exists(path)]
 
 
 def interleaved(rounds, columns, measure):
@@ -328,8 +324,8 @@ def recorded(python, column, *arguments, call_graph, freq):
 def frames(python, options):
     """Native frames for each Python call, and Python frames in the 127 that perf keeps, by frame pointers.
 
-    Limit: three: the interpreter's vectorcall, the trampoline, and the evaluator.  Two would take an evaluator that
-    is entered by the trampoline itself.
+    Limit: the trampoline, and what the interpreter has between two evaluators, where our evaluator leaves nothing:
+    two frames, three in 3.15 (evaluator, vectorcall of a stack of references, vectorcall of a function).
     """
     if python.version < (3, 15):
         return                          # built without frame pointers
@@ -337,8 +333,9 @@ def frames(python, options):
     for column in 'perf', 'perf_elf', 'own perf':
         with recorded(python, column, 'deep', 300, 2, call_graph='fp', freq=200) as (data, _, _):
             for sample in perf_script.samples(data, perf_command()):
-                if len(sample.stack) >= 100:
-                    stacks[column].append([i for i, frame in enumerate(sample.stack) if perf_script.python_name(frame)])
+                at = [i for i, frame in enumerate(sample.stack) if perf_script.python_name(frame)]
+                if len(at) > 20:
+                    stacks[column].append(at)
     yield ('native frames for a call', '', '3', {
         column: [statistics.median(b - a for a, b in zip(stack, stack[1:])) for stack in of]
         for column, of in stacks.items()}, {'own perf': 4})
@@ -359,8 +356,8 @@ def reporting(python, options):
                 data, images, pid):
             started = time.monotonic()
             injected = data if column == 'perf_elf' else perf_script.inject(data, perf_command())
-            for _ in perf_script._read(perf_command(), 'report', '--stdio', '--no-inline', '-g', 'none', '-i', injected):
-                pass
+            report = ['report', '--stdio', '--no-inline', '-g', 'none', '-i', injected]
+            collections.deque(perf_script._read(perf_command(), *report), maxlen=0)
             seconds[column] = [time.monotonic() - started]
             names = os.listdir('/tmp') + (os.listdir(images) if images.exists() else [])
             files[column] = [sum(name.endswith('.so') and str(pid) in name for name in names)]
@@ -379,7 +376,7 @@ def number(value):
 
 
 def cell(row, column):
-    if column == 'floor' and 'floor' not in row.samples:
+    if column == 'floor' and column not in row.samples:      # where there is no floor: with nothing switched on
         column = 'plain'
     if column not in row.samples:
         return f'({number(row.known[column])})' if column in row.known else ''
@@ -398,7 +395,8 @@ def lines(row):
     """A row as text, 100 columns wide."""
     yield line(row.name + (f', {row.unit}' if row.unit else ''), row.aim, [cell(row, column) for column in COLUMNS])
     if row.ratios:
-        yield line('    in relation to own', '', ['', *(f'{row.ratios[ours]:.2f}' if ours in row.ratios else '' for ours in OURS)])
+        ratios = (f'{row.ratios[ours]:.2f}' if ours in row.ratios else '' for ours in OURS)
+        yield line('    in relation to own', '', ['', *ratios])
 
 
 def interpreters(options):
