@@ -14,6 +14,12 @@
 #  define _GNU_SOURCE 1
 #endif
 
+/* The evaluator runs at every call: without the assertions of the interpreter's inline functions, unless it has them. */
+#include "pyconfig.h"
+#if !defined(Py_DEBUG) && !defined(NDEBUG)
+#  define NDEBUG 1
+#endif
+
 #include "Python.h"
 
 #if PY_VERSION_HEX >= 0x030e0000
