@@ -119,6 +119,21 @@ class OneBuildTest(BuildTestCase):
         self.make("PYTHON_FOR_REGEN=")
 
 
+class StaleTest(BuildTestCase):
+
+    def test_unwind_data_of_another_trampoline_is_not_used(self):
+        for header in self.source.glob("Include/internal/pycore_perf_eh_frame_*_generated.h"):
+            text = header.read_text()
+            header.write_text(re.sub(r"(perf_trampoline_code\[\] = \{\s*)0x..", r"\g<1>0x90", text))
+            self.assertNotEqual(header.read_text(), text)
+        self.configure()
+        self.make()
+        self.assertEqual(run("./python", "-X", "perf", "-c", "import sys; print(sys.is_stack_trampoline_active())",
+                             cwd=self.build),
+                         "perf trampoline: perf trampoline not available: the trampoline in this build is not the one that "
+                         "its unwind data was made from: run make regen-perf-trampoline, then make\nFalse\n")
+
+
 class CompilerTest(BuildTestCase):
     def check(self, cc, cflags=""):
         if not shutil.which(cc):

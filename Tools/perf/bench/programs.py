@@ -22,12 +22,12 @@ class Account:
         self.balance = 0
 
     def deposit(self, amount):
-        self.balance += amount
+        self.balance = self.balance + amount & 7    # no new integer, which may take more or less long
 
 
 def methods(n):
     account = Account()
-    for amount in range(n):
+    for amount in itertools.repeat(1, n):
         account.deposit(amount)
 
 
@@ -40,7 +40,7 @@ def nested(n):
 
     def outer(x):
         return inner(x)
-    for x in range(n):
+    for x in itertools.repeat(1, n):
         outer(x)
 
 
