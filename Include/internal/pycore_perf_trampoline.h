@@ -129,7 +129,7 @@ extern pid_t _PyPerf_ThreadId(void);
 
 /* Write `py::QUALNAME:FILENAME` for `code`, no NUL, and return its length: at most _PyPerf_NAME_MAX, else the tail of
    the qualified name and the head of the file name are missing. Whatever would end or split an entry for one of its
-   readers is escaped: \xHH for a byte (controls, space, ';', '\' and bytes that were not UTF-8), \uHHHH for a
+   readers is escaped: \xHH for a byte (controls, ';', '\' and bytes that were not UTF-8), \uHHHH for a
    control or separator beyond ASCII and for a lone surrogate. */
 #define _PyPerf_NAME_MAX 8192
 extern size_t _PyPerf_FormatName(PyCodeObject *code, char *name);
