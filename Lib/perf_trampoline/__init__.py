@@ -118,9 +118,16 @@ _OURS = {
     "is_stack_trampoline_active": is_active,
 }
 
-# The start-up line may have kept them before; a second import must not take ours for them.
+def _native_function(function):
+    """What the start-up line has put a function of its own before; it may have been read more than once."""
+    while function is not None and "_n" in (getattr(function, "__kwdefaults__", None) or ()):
+        function = function.__kwdefaults__["_n"]
+    return function
+
+
+# A second import must not take ours for them.
 if not hasattr(sys, "_native_stack_trampoline"):
-    sys._native_stack_trampoline = {name: getattr(sys, name, None) for name in _OURS}
+    sys._native_stack_trampoline = {name: _native_function(getattr(sys, name, None)) for name in _OURS}
 
 _in_sys = sys._native_stack_trampoline if native_is_wanted() else _OURS
 for _name, _function in _in_sys.items():
