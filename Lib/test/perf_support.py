@@ -108,6 +108,21 @@ def _can_mount(unshare):
         return False
 
 
+def growth_program(num_before, num_functions):
+    """Source that prints by how many KiB a process grows over so many functions, made by function() and dropped."""
+    return f'''
+def resident():
+    with open('/proc/self/status') as status:
+        return next(int(line.split()[1]) for line in status if line.startswith('VmRSS'))
+def churn(begin, end):
+    for i in range(begin, end): function(f'f_{{i}}')()
+churn(0, {num_before})
+before = resident()
+churn({num_before}, {num_before + num_functions})
+print(resident() - before)
+'''
+
+
 class ProgramTest(unittest.TestCase):
     """Runs small programs under the interpreter that runs the test, and removes what they leave in /tmp."""
 

@@ -510,17 +510,7 @@ for i in range(20000):
 
     @unittest.skipIf(EMULATED, "an emulator's own memory grows with every piece of code")
     def test_dead_functions_take_no_memory(self):
-        growth = f'''
-def resident():
-    with open('/proc/self/status') as status:
-        return next(int(line.split()[1]) for line in status if line.startswith('VmRSS'))
-def churn(begin, end):
-    for i in range(begin, end): function(f'f_{{i}}')()
-churn(0, 25000)
-before = resident()
-churn(25000, {1_025_000 if FULL else 125_000})
-print(resident() - before)
-'''
+        growth = perf_support.growth_program(25000, 1_000_000 if FULL else 100_000)
         profiled = int(self.run_program(growth).stdout)
         plain = int(self.run_plain(growth).stdout)
         self.assertLess(profiled - plain, 2048)

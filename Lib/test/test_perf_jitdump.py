@@ -409,17 +409,7 @@ class GrowthTest(DumpTest):
 
     @unittest.skipIf(EMULATED, "an emulator's own memory grows with every piece of code")
     def test_dead_functions_take_no_memory(self):
-        growth = '''
-def resident():
-    with open('/proc/self/status') as status:
-        return next(int(line.split()[1]) for line in status if line.startswith('VmRSS'))
-def churn(begin, end):
-    for i in range(begin, end): function(f'f_{i}')()
-churn(0, 5000)
-before = resident()
-churn(5000, 105000)
-print(resident() - before)
-'''
+        growth = perf_support.growth_program(5000, 100000)
         profiled = int(self.run_program(growth).stdout)
         plain = int(ProgramTest.run_program(self, PRELUDE + growth).stdout)
         self.assertLess(profiled - plain, 1024)      # KiB; 100000 slots take 1.6 MB and more

@@ -43,7 +43,7 @@ class Profiles(unittest.TestCase):
                 report = json.loads(perf_script.record(
                     [*python, '-X', backend, HERE / 'perf_workload.py', str(CPU_SECONDS * slowness)], data,
                     perf=perf, freq=FREQUENCY // slowness, call_graph=call_graph, env=env))
-                self.addCleanup(perf_script.remove_files, report['pid'])
+                self.addCleanup(perf_support.remove_files, report['pid'])
                 lost = perf_script.lost(data, perf)
                 if not lost:
                     if backend == 'perf_jit':

@@ -175,10 +175,3 @@ def walk(stack, mode='dwarf'):
         return frames, True
     # A stripped libc names none of its start functions.
     return frames, end > 1 and bool(in_libc(frames[-1])) and (mode == 'fp' or frames[-1].sym == '[unknown]')
-
-
-def remove_files(pid):
-    """Remove what a finished process and the inject() of its profile left in /tmp."""
-    for name in os.listdir('/tmp'):
-        if re.fullmatch(rf'perf-{pid}\.map|jit-{pid}\.dump|jitted-{pid}-\d+\.so', name):
-            os.unlink(os.path.join('/tmp', name))
