@@ -14,7 +14,8 @@
        (D) .dynamic                                               RW, for loaders that relocate it
        (E) section headers, .shstrtab, .debug_*                   not loaded
 
-   File offsets are addresses. (C) to (E) stay mapped for writing, shared, until the image is full.
+   File offsets are addresses. (C) to (E) stay mapped for writing, shared, until the image is full. (B) is never mapped
+   writable.
 
    Readers cache a file under its build-id, and would keep a copy without the later names: there is none.
 
@@ -42,6 +43,8 @@
 /* Average room for a name and a file name; a new image begins when either is used up. */
 #define NAME_ROOM 96
 #define FILE_ROOM 32
+/* So much of the file is made ready for stores at a time. */
+#define READY_SIZE (64 * 1024)
 
 enum {
     TEXT = 1, HASH, DYNSYM, DYNSTR, EH_FRAME_HDR, EH_FRAME, DYNAMIC,
@@ -180,9 +183,71 @@ at(const struct image *image, int section)
     return image->window + image->section[section].sh_offset - image->window_offset;
 }
 
-/* `head` is (A) and (B). */
+/* For `size` more bytes in a section that has `used`. */
 static void
-compose(struct image *image, char *head, size_t num_slots, size_t slot_size)
+make_ready(const struct image *image, int section, size_t used, size_t size)
+{
+    size_t begin = _PyPerf_ALIGN(used, READY_SIZE);
+    if (used + size > begin) {
+        size_t end = Py_MIN(_PyPerf_ALIGN(used + size, READY_SIZE), image->room[section]);
+        _PyPerfWindow_MakeReady(at(image, section) + begin, end - begin);
+    }
+}
+
+/* (A) and (B); -1 with errno. */
+static int
+write_code(const struct image *image, int fd, size_t num_slots, size_t slot_size)
+{
+    const char *reason;
+    const _PyPerf_Template *template = _PyPerf_GetTemplate(&reason);
+    const Elf64_Shdr *section = image->section;
+    const uint64_t page_size = sysconf(_SC_PAGESIZE);
+    const uint64_t rodata = section[HASH].sh_offset;
+    const uint64_t rodata_size = section[EH_FRAME].sh_offset + section[EH_FRAME].sh_size - rodata;
+    const struct {
+        Elf64_Ehdr ehdr;
+        Elf64_Phdr phdr[7];
+    } head = {
+        {
+            .e_ident = {ELFMAG0, ELFMAG1, ELFMAG2, ELFMAG3, template->elf_class, template->elf_data, EV_CURRENT},
+            .e_type = ET_DYN, .e_machine = template->e_machine, .e_version = EV_CURRENT, .e_flags = template->e_flags,
+            .e_phoff = sizeof(head.ehdr),
+            .e_shoff = image->window_offset + ((char *)image->section_headers - image->window),
+            .e_ehsize = sizeof(head.ehdr), .e_phentsize = sizeof(head.phdr[0]), .e_phnum = Py_ARRAY_LENGTH(head.phdr),
+            .e_shentsize = sizeof(*section), .e_shnum = NUM_SECTIONS, .e_shstrndx = SHSTRTAB,
+        },
+        {
+            {PT_LOAD, PF_R, 0, 0, 0, sizeof(head), sizeof(head), page_size},
+            {PT_LOAD, PF_R | PF_X, section[TEXT].sh_offset, section[TEXT].sh_offset, section[TEXT].sh_offset,
+             section[TEXT].sh_size, section[TEXT].sh_size, page_size},
+            {PT_LOAD, PF_R, rodata, rodata, rodata, rodata_size, rodata_size, page_size},
+            {PT_LOAD, PF_R | PF_W, section[DYNAMIC].sh_offset, section[DYNAMIC].sh_offset, section[DYNAMIC].sh_offset,
+             section[DYNAMIC].sh_size, section[DYNAMIC].sh_size, page_size},
+            {PT_DYNAMIC, PF_R | PF_W, section[DYNAMIC].sh_offset, section[DYNAMIC].sh_offset,
+             section[DYNAMIC].sh_offset, section[DYNAMIC].sh_size, section[DYNAMIC].sh_size, 8},
+            {PT_GNU_EH_FRAME, PF_R, section[EH_FRAME_HDR].sh_offset, section[EH_FRAME_HDR].sh_offset,
+             section[EH_FRAME_HDR].sh_offset, section[EH_FRAME_HDR].sh_size, section[EH_FRAME_HDR].sh_size, 4},
+            /* Without it loaders make every stack executable, or refuse. */
+            {PT_GNU_STACK, PF_R | PF_W, 0, 0, 0, 0, 0, 16},
+        },
+    };
+    const size_t piece_size = FIRST_NUM_SLOTS * slot_size;
+    char *piece = calloc(1, piece_size);
+    if (piece == NULL) {
+        return -1;
+    }
+    _PyPerf_FillSlots(piece, piece_size, slot_size);
+    bool done = pwrite(fd, &head, sizeof(head), 0) == sizeof(head);
+    for (size_t i = 0; done && i < num_slots; i += FIRST_NUM_SLOTS) {
+        done = pwrite(fd, piece, piece_size, section[TEXT].sh_offset + i * slot_size) == (ssize_t)piece_size;
+    }
+    free(piece);
+    return done ? 0 : -1;
+}
+
+/* (C) to (E). */
+static void
+compose(struct image *image, size_t num_slots, size_t slot_size)
 {
     static const char *const names[NUM_SECTIONS] = {
         "", ".text", ".hash", ".dynsym", ".dynstr", ".eh_frame_hdr", ".eh_frame", ".dynamic",
@@ -191,34 +256,10 @@ compose(struct image *image, char *head, size_t num_slots, size_t slot_size)
     const char *reason;
     const _PyPerf_Template *template = _PyPerf_GetTemplate(&reason);
     Elf64_Shdr *section = image->section;
-    Elf64_Ehdr *ehdr = (Elf64_Ehdr *)head;
-    Elf64_Phdr *phdr = (Elf64_Phdr *)(ehdr + 1);
-    const uint64_t page_size = sysconf(_SC_PAGESIZE);
-    const uint64_t rodata = section[HASH].sh_offset;
-    const uint64_t rodata_size = section[EH_FRAME].sh_offset + section[EH_FRAME].sh_size - rodata;
-    const Elf64_Phdr phdrs[7] = {
-        {PT_LOAD, PF_R, 0, 0, 0, sizeof(*ehdr) + 7 * sizeof(*phdr), sizeof(*ehdr) + 7 * sizeof(*phdr), page_size},
-        {PT_LOAD, PF_R | PF_X, section[TEXT].sh_offset, section[TEXT].sh_offset, section[TEXT].sh_offset,
-         section[TEXT].sh_size, section[TEXT].sh_size, page_size},
-        {PT_LOAD, PF_R, rodata, rodata, rodata, rodata_size, rodata_size, page_size},
-        {PT_LOAD, PF_R | PF_W, section[DYNAMIC].sh_offset, section[DYNAMIC].sh_offset, section[DYNAMIC].sh_offset,
-         section[DYNAMIC].sh_size, section[DYNAMIC].sh_size, page_size},
-        {PT_DYNAMIC, PF_R | PF_W, section[DYNAMIC].sh_offset, section[DYNAMIC].sh_offset, section[DYNAMIC].sh_offset,
-         section[DYNAMIC].sh_size, section[DYNAMIC].sh_size, 8},
-        {PT_GNU_EH_FRAME, PF_R, section[EH_FRAME_HDR].sh_offset, section[EH_FRAME_HDR].sh_offset,
-         section[EH_FRAME_HDR].sh_offset, section[EH_FRAME_HDR].sh_size, section[EH_FRAME_HDR].sh_size, 4},
-        /* Without it loaders make every stack executable, or refuse. */
-        {PT_GNU_STACK, PF_R | PF_W, 0, 0, 0, 0, 0, 16},
-    };
-    *ehdr = (Elf64_Ehdr){
-        .e_ident = {ELFMAG0, ELFMAG1, ELFMAG2, ELFMAG3, template->elf_class, template->elf_data, EV_CURRENT},
-        .e_type = ET_DYN, .e_machine = template->e_machine, .e_version = EV_CURRENT, .e_flags = template->e_flags,
-        .e_phoff = sizeof(*ehdr), .e_shoff = image->window_offset + ((char *)image->section_headers - image->window),
-        .e_ehsize = sizeof(*ehdr), .e_phentsize = sizeof(*phdr), .e_phnum = Py_ARRAY_LENGTH(phdrs),
-        .e_shentsize = sizeof(*section), .e_shnum = NUM_SECTIONS, .e_shstrndx = SHSTRTAB,
-    };
-    memcpy(phdr, phdrs, sizeof(phdrs));
-    _PyPerf_FillSlots(head + section[TEXT].sh_offset, section[TEXT].sh_size, slot_size);
+    for (int i = HASH; i <= DEBUG_INFO; i++) {
+        make_ready(image, i, 0, i == DYNSTR ? 1 : section[i].sh_size);
+    }
+    make_ready(image, DEBUG_LINE, 0, sizeof(struct line_header));
 
     /* nbucket, nchain; the bucket and the chain stay empty. */
     uint64_t hash[2] = {1, num_slots + 1};
@@ -383,22 +424,18 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     const size_t size = lay_out(image, num_slots, slot_size);
     const size_t code_end = section[HASH].sh_offset;
     /* Allocated, for a store into a hole of a full file system is a SIGBUS. */
-    char *head = NULL;
-    if ((errno = posix_fallocate(fd, 0, size)) == 0 && (head = _PyPerfWindow_Map(fd, 0, code_end)) != NULL) {
+    if ((errno = posix_fallocate(fd, 0, size)) == 0) {
         image->window = _PyPerfWindow_Map(fd, code_end, size - code_end);
-    }
-    if (image->window == NULL) {
-        *out_reason = strerror(errno);
-        goto error;
     }
     image->names_size = 1;
     image->window_offset = code_end;
     image->window_size = size - code_end;
     image->section_headers = (Elf64_Shdr *)(image->window + image->window_size - sizeof(image->section));
-    compose(image, head, num_slots, slot_size);
-    /* Code is never mapped writable and executable, in two places either. */
-    _PyPerfWindow_Unmap(head, code_end);
-    head = NULL;
+    if (image->window == NULL || write_code(image, fd, num_slots, slot_size) < 0) {
+        *out_reason = strerror(errno);
+        goto error;
+    }
+    compose(image, num_slots, slot_size);
 
     char new_path[PATH_MAX];
     memcpy(new_path, path, PATH_MAX);
@@ -430,9 +467,6 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     return 0;
 
 error:
-    if (head != NULL) {
-        _PyPerfWindow_Unmap(head, code_end);
-    }
     release_window(image);
     unlink(path);
     close(fd);
@@ -513,6 +547,8 @@ elf_publish(const _PyPerf_CodeMemory *memory, uintptr_t slot, PyCodeObject *code
         return _PyPerf_FULL;
     }
 
+    make_ready(image, DYNSTR, image->names_size, name_size);
+    make_ready(image, DEBUG_LINE, section[DEBUG_LINE].sh_size, line_size);
     memcpy(at(image, DYNSTR) + image->names_size, name, name_size);
     char *line = at(image, DEBUG_LINE) + section[DEBUG_LINE].sh_size;
     if (!same_file) {

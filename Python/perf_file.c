@@ -131,6 +131,13 @@ _PyPerfWindow_Unmap(char *window, size_t size)
     }
 }
 
+void
+_PyPerfWindow_MakeReady(const char *start, size_t size)
+{
+    size_t lead = (uintptr_t)start % sysconf(_SC_PAGESIZE);
+    madvise((char *)start - lead, size + lead, MADV_POPULATE_WRITE);
+}
+
 bool
 _PyPerfWindow_IsLost(const char *window)
 {
@@ -291,10 +298,8 @@ take_room(_PyPerf_File *file, int fd, size_t size)
         file->window_used = lead;
         file->window_room = lead + rest;
     }
-    /* Pages in one go, not by a fault for each. */
-    size_t ready = _PyPerf_ALIGN(file->window_room, sysconf(_SC_PAGESIZE));
+    _PyPerfWindow_MakeReady(file->window + file->window_room, room);
     file->window_room += room;
-    madvise(file->window + ready, file->window_room - ready, MADV_POPULATE_WRITE);
     return 0;
 }
 

@@ -143,6 +143,9 @@ extern size_t _PyPerf_EncodePath(PyObject *text, char *path, size_t size);
 extern char *_PyPerfWindow_Map(int fd, off_t offset, size_t size);
 extern void _PyPerfWindow_Unmap(char *window, size_t size);
 
+/* Get the pages of a part for the stores that follow, in one go: a fault for each would cost more than all else. */
+extern void _PyPerfWindow_MakeReady(const char *start, size_t size);
+
 /* Has the file been truncated under a store? What was stored since is not in it. */
 extern bool _PyPerfWindow_IsLost(const char *window);
 

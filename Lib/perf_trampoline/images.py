@@ -5,14 +5,10 @@ removes those of processes that have ended a week ago or earlier; purge() remove
 """
 
 import os
-import re
 import sys
 import time
 
 KEPT_SECONDS = 7 * 24 * 3600
-
-# PID-NUMBER-TIME.so, or .new while it is made, as Python/perf_elf_image.c names them
-_IMAGE = re.compile(r"(\d+)-\d+-[0-9a-f]+\.(so|new)")
 
 
 def directories():
@@ -49,9 +45,9 @@ def purge(older_than=0):
                 info = entry.stat(follow_symlinks=False)
             except OSError:
                 continue
-            match = _IMAGE.fullmatch(entry.name)
-            if (match and info.st_uid == os.geteuid() and time.time() - info.st_mtime >= older_than
-                    and not os.path.exists(f"/proc/{match[1]}")):
+            pid = _owner(entry.name)
+            if (pid and info.st_uid == os.geteuid() and time.time() - info.st_mtime >= older_than
+                    and not os.path.exists(f"/proc/{pid}")):
                 old.add(entry.path)
     removed = []
     for path in old - _mapped_files() if old else ():
@@ -61,6 +57,17 @@ def purge(older_than=0):
         except OSError:
             pass        # somebody else was faster
     return sorted(removed)
+
+
+def _owner(name):
+    """The process that made an image of this name, PID-NUMBER-TIME.so, or .new while it is made; else None."""
+    stem, _, suffix = name.rpartition(".")
+    parts = stem.split("-")
+    try:        # no regular expression: to import re takes longer than all the rest
+        pid, _, _ = int(parts[0]), int(parts[1]), int(parts[2], 16)
+    except (IndexError, ValueError):
+        return None
+    return pid if suffix in ("so", "new") and name == f"{pid}-{'-'.join(parts[1:3])}.{suffix}" else None
 
 
 def _mapped_files():

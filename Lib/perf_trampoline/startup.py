@@ -1,4 +1,7 @@
-"""What perf_trampoline.pth imports when the command line or the environment asks for a trampoline."""
+"""What perf_trampoline.pth imports when the command line or the environment may ask for a trampoline.
+
+That line is compiled at every start of every program: it takes a cheap look at all names of options and variables.
+"""
 
 import sys
 

@@ -101,7 +101,8 @@ def _in_the_way(pid):
     return any(os.path.exists(path) and os.stat(path).st_uid != os.geteuid() for path in files_of(pid))
 
 
-def _can_mount(unshare):
+def can_mount(unshare):
+    """May this user, by this command, have a /tmp of its own?"""
     try:
         return subprocess.run([*unshare, 'mount', '-t', 'tmpfs', 'none', '/tmp'], capture_output=True).returncode == 0
     except FileNotFoundError:
@@ -145,7 +146,7 @@ class ProgramTest(unittest.TestCase):
 
     def run_in_private_tmp(self, mount_options, source, **run_options):
         """Run `source`, which calls mount_tmp() to get a /tmp of its own: not before it has imported what lies below."""
-        unshare = next(filter(_can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
+        unshare = next(filter(can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
         if unshare is None:
             self.skipTest('this user cannot mount a /tmp of its own')
         mount = ['mount', '-t', 'tmpfs', '-o', mount_options, 'none', '/tmp']

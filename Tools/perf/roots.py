@@ -251,11 +251,15 @@ def python(version, suite=None, arch=None):
         ext_suffix=re.search(r"'EXT_SUFFIX': '(.+?)'", sysconfig.read_text())[1])
 
 
+def tool(program, package, suite='sid', name=None):
+    """Return the command that runs `program` of a Debian package on this machine; it sees the machine's own files."""
+    path = root(suite, _arch(None).debian, [package], name=name) / 'usr/bin' / program
+    return _command(path.parents[2], _arch(None), path, argv0=path)
+
+
 def perf(suite='sid'):
-    """Return the command that runs the perf of `suite` on this machine; it sees the machine's own files."""
-    at = root(suite, _arch(None).debian, ['linux-perf'], name='perf')
-    program = at / 'usr/bin/perf'
-    return _command(at, _arch(None), program, argv0=program)
+    """Return the command that runs the perf of `suite` on this machine."""
+    return tool('perf', 'linux-perf', suite, name='perf')
 
 
 def main():

@@ -17,6 +17,7 @@
 #define Py_INTERNAL_PERF_COMPAT_H
 #define PY_HAVE_PERF_TRAMPOLINE
 #define Py_ARRAY_LENGTH(array) (sizeof(array) / sizeof((array)[0]))
+#define Py_MIN(x, y) ((x) < (y) ? (x) : (y))
 typedef struct PyObject PyObject;
 typedef struct PyInterpreterState PyInterpreterState;
 typedef struct {

@@ -69,8 +69,7 @@ class Chain:
 
     def step_with_gdb(self):
         """The offsets at which gdb was right, and what it printed."""
-        root = roots.root("sid", roots._arch(None).debian, ["gdb-multiarch"])
-        gdb = roots._command(root, archs.host(), root / "usr/bin/gdb-multiarch", "gdb")
+        gdb = roots.tool("gdb-multiarch", "gdb-multiarch")
         socket = self.scratch / "gdb"
         stub = subprocess.Popen([self.qemu, "-g", socket, "-L", self.root, self.program, self.images],
                                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -80,8 +79,8 @@ class Chain:
             done = subprocess.run([*gdb, "-q", "-nx", "-batch", "-iex", "set auto-load no", "-iex",
                                    "set sysroot /nonexistent", "-ex", f"target remote {socket}", "-x",
                                    HERE / "unwindcheck.gdb", self.program],
-                                  env=os.environ | {"PYTHONHOME": str(root / "usr")}, text=True, timeout=TIMEOUT,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                                  env=os.environ | {"PYTHONHOME": str(pathlib.Path(gdb[-1]).parents[1])},
+                                  text=True, timeout=TIMEOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         finally:
             stub.kill()
             stub.wait()

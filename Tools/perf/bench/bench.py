@@ -78,6 +78,7 @@ class Interpreter:
         self.build = Path(build)
         self.command = command or self._make('@echo $(PYTHON_RUN) $(PYTHON)').split()
         self.env = (env or os.environ) | {'PYTHONUSERBASE': str(self.build), 'PYTHONHASHSEED': '0'}
+        self.env.pop('PYTHONDONTWRITEBYTECODE', None)       # an installed package is compiled
         version = subprocess.run([*self.command, '-c', 'import sys; print(*sys.version_info[:3])'], env=self.env,
                                  check=True, text=True, stdout=subprocess.PIPE).stdout
         self.version = tuple(map(int, version.split()))
@@ -111,7 +112,7 @@ class Interpreter:
             files = [f'/tmp/perf-{answer["pid"]}.map', f'/tmp/jit-{answer["pid"]}.dump']
             files = [*filter(Path.exists, map(Path, files)), *Path(images).glob('**/*.so')]
             answer |= {'noise': noise, 'bytes': sum(path.stat().st_size for path in files)}
-            perf_script.remove_files(answer['pid'])
+            perf_support.remove_files(answer['pid'])
         return answer
 
     def instructions(self, column, arguments):
@@ -263,7 +264,7 @@ def startup(python, options):
         process = python.start(column, ['-c', 'pass'], env=env)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = status
-        perf_script.remove_files(process.pid)
+        perf_support.remove_files(process.pid)
         return (usage.ru_utime + usage.ru_stime) * 1000
 
     with tempfile.TemporaryDirectory(prefix='bench-') as images, not_installed(python) as bare:
@@ -285,7 +286,7 @@ def startup_instructions(python, options):
     def count(column, env):
         process = python.start(column, ['-c', 'pass'], VALGRIND, env, text=True, stderr=subprocess.PIPE)
         noise = process.communicate()[1]
-        perf_script.remove_files(process.pid)
+        perf_support.remove_files(process.pid)
         return int(re.search(r'Collected : (\d+)', noise)[1])
 
     with tempfile.TemporaryDirectory(prefix='bench-') as images, not_installed(python) as bare:
@@ -317,7 +318,7 @@ def recorded(python, column, *arguments, call_graph, freq):
         try:
             yield data, images, pid
         finally:
-            perf_script.remove_files(pid)
+            perf_support.remove_files(pid)
 
 
 @measurement
