@@ -385,7 +385,7 @@ create_file(const char *directory, char *path)
         errno = EPERM;
         return -1;
     }
-    struct timespec now;
+    struct timespec now = {0};
     clock_gettime(CLOCK_REALTIME, &now);
     snprintf(path + strlen(path), PATH_MAX - strlen(path), "/%d-%d-%llx.new", (int)_PyPerf_ProcessId(),
              atomic_fetch_add(&num_images, 1) + 1, (long long)now.tv_sec * 1000000000 + now.tv_nsec);
@@ -485,12 +485,15 @@ elf_open(void)
 static int
 elf_reserve(_PyPerf_CodeMemory *out_memory)
 {
-    char first_failure[256] = "no directory is given";
+    char first_failure[256] = "";
     size_t num_slots = FIRST_NUM_SLOTS;
     for (int i = num_images; i > 0 && num_slots < MAX_NUM_SLOTS; i--) {
         num_slots *= 4;
     }
     char *list = directories == NULL ? NULL : strdup(directories), *rest = list, *directory;
+    if (list == NULL) {
+        return _PyPerf_Fail("no directory for images is known, or no memory for its name");
+    }
     for (int i = 0, tried = num_unusable; (directory = strsep(&rest, ":")) != NULL; i++) {
         const char *reason;
         if (i < tried) {

@@ -217,10 +217,16 @@ _PyPerfFile_Open(_PyPerf_File *file, const char *path, bool appended_by_others)
         if (fd >= 0 || errno != EEXIST) {
             break;
         }
-        fd = appended_by_others ? open(path, flags) : -1;
-        if (fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() && st.st_nlink == 1
-            && (is_same_file(file, &st) || is_open_elsewhere(fd, &st))) {
-            break;
+        if (appended_by_others) {
+            fd = open(path, flags);
+            int status = fd < 0 ? -1 : fstat(fd, &st);
+            if (status < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == EIO)) {
+                break;                          /* it may well be ours */
+            }
+            if (status == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() && st.st_nlink == 1
+                && (is_same_file(file, &st) || is_open_elsewhere(fd, &st))) {
+                break;
+            }
         }
         if (fd >= 0) {
             close(fd);
@@ -232,17 +238,19 @@ _PyPerfFile_Open(_PyPerf_File *file, const char *path, bool appended_by_others)
             break;
         }
     }
-    if (fd < 0) {
+    file->is_open = fd >= 0 && fstat(fd, &st) == 0;
+    if (file->is_open) {
+        file->dev = st.st_dev;
+        file->ino = st.st_ino;
+        file->end = 0;
+    }
+    else {
         _PyPerf_Fail("cannot create %s: %s", path,
                      errno == EEXIST || errno == EPERM || errno == EACCES
                      ? "it belongs to another user, or the directory is not writable" : strerror(errno));
         file->path[0] = '\0';
     }
-    else if (fstat(fd, &st) == 0) {
-        file->dev = st.st_dev;
-        file->ino = st.st_ino;
-        file->is_open = true;
-        file->end = 0;
+    if (fd >= 0) {
         close(fd);
     }
     errno = saved_errno;

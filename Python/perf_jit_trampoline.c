@@ -28,11 +28,15 @@ static uint64_t code_index;
 /* Sizes that are the same for all functions. */
 static size_t code_size, unwinding_size, mapped_size;
 
+/* 0 when it has failed. */
 static uint64_t
 monotonic_ns(void)
 {
-    struct timespec now = {0};
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    struct timespec now;
+    if (clock_gettime(CLOCK_MONOTONIC, &now) < 0) {
+        _PyPerf_Fail("cannot read CLOCK_MONOTONIC: %s", strerror(errno));
+        return 0;
+    }
     return (uint64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
@@ -59,13 +63,14 @@ jitdump_open(void)
     if (_PyPerfFile_Open(&dump_file, path, false) < 0) {
         return -1;
     }
-    jitheader *header = (jitheader *)_PyPerfFile_Reserve(&dump_file, sizeof(jitheader));
+    uint64_t now = monotonic_ns();
+    jitheader *header = now == 0 ? NULL : (jitheader *)_PyPerfFile_Reserve(&dump_file, sizeof(jitheader));
     if (header == NULL) {
         goto error;
     }
     *header = (jitheader){
         .magic = JITHEADER_MAGIC, .version = JITHEADER_VERSION, .total_size = sizeof(jitheader),
-        .elf_mach = template->e_machine, .pid = _PyPerf_ProcessId(), .timestamp = monotonic_ns(),
+        .elf_mach = template->e_machine, .pid = _PyPerf_ProcessId(), .timestamp = now,
     };
     int fd = _PyPerfFile_Descriptor(&dump_file);
     marker = mmap(NULL, sysconf(_SC_PAGESIZE), PROT_READ | PROT_EXEC, MAP_PRIVATE, fd, 0);
@@ -107,6 +112,9 @@ jitdump_publish(const _PyPerf_CodeMemory *Py_UNUSED(memory), uintptr_t slot, PyC
         path_size = sprintf(path, "./\xff");
     }
     uint64_t now = monotonic_ns();
+    if (now == 0) {
+        return -1;
+    }
 
     jr_code_debug_info debug = {
         .p = {JIT_CODE_DEBUG_INFO, sizeof(debug) + sizeof(debug_entry) + path_size + 1, now},

@@ -851,7 +851,7 @@ _PyPerfTrampoline_Activate(const _PyPerf_Backend *ops)
         fork_handlers = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child) == 0;
     }
     struct interp *interp = get_interp(this_interp);
-    int status = interp == NULL ? _PyPerf_Fail("no memory for trampolines") : open_backend(backend);
+    int status = interp == NULL || !fork_handlers ? _PyPerf_Fail("no memory for trampolines") : open_backend(backend);
     pthread_mutex_unlock(&lock);
     if (status < 0) {
         return -1;
