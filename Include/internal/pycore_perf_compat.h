@@ -49,6 +49,13 @@ _PyPerf_FrameCode(struct _PyInterpreterFrame *frame)
 #endif
 }
 
+/* Its globals, borrowed. */
+static inline PyObject *
+_PyPerf_FrameGlobals(struct _PyInterpreterFrame *frame)
+{
+    return frame->f_globals;
+}
+
 /* What code objects' co_extra points to, the same in all versions. */
 struct _PyPerf_CodeExtra {
     Py_ssize_t ce_size;
