@@ -12,6 +12,7 @@ import ast
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -132,6 +133,19 @@ class _Target:
         except OSError:
             return False
 
+    def bias(self):
+        """What is added to the addresses in the program's file: where its first segment is, less where it asks to be."""
+        with open(f"{self.proc}/root{self.program}", "rb") as file:
+            header = file.read(64)
+            order = "<" if header[5] == 1 else ">"
+            start, size, count = struct.unpack_from(f"{order}Q14xHH", header, 32)
+            file.seek(start)
+            for _ in range(count):
+                kind, _, offset, address = struct.unpack_from(f"{order}IIQQ", file.read(size))
+                if kind == 1 and offset == 0:
+                    return self.base - address
+        raise AttachError(f"{self.program} has no first segment")
+
     def run(self, source, *arguments, timeout=30):
         """Run the same interpreter with the rights of the process: what it is made of may be that user's.  None: it fails."""
         kept = "PYTHONPATH", "PYTHONUSERBASE", "PYTHONHOME", "HOME", "LD_LIBRARY_PATH", "PATH"
@@ -236,8 +250,22 @@ _LATE = "import posix\nposix.unlink({script!r})\nposix.rmdir({directory!r})\n"
 
 
 def _send(pid, request, timeout):
-    target = _Target(int(pid))
-    outer = Path(tempfile.mkdtemp(prefix="python-attach-", dir=f"{target.proc}/root/tmp"))
+    pid = int(pid)
+    started = not _has_ended(pid)
+    try:
+        return _exchange(_Target(pid), request, timeout)
+    except (AttachError, OSError) as error:
+        if started and _has_ended(pid):
+            raise AttachError(f"process {pid} has ended") from None
+        if isinstance(error, OSError):
+            raise AttachError(f"process {pid}: {error}") from None
+        raise
+
+
+def _exchange(target, request, timeout):
+    # The process may have another /tmp, and end at any time: its directory is held open.
+    held = os.open(f"{target.proc}/root/tmp", os.O_PATH | os.O_DIRECTORY)
+    outer = Path(tempfile.mkdtemp(prefix="python-attach-", dir=f"/proc/self/fd/{held}"))
     inner = f"/tmp/{outer.name}"
     keep = False
     try:
@@ -263,11 +291,19 @@ def _send(pid, request, timeout):
     finally:
         if not keep:
             shutil.rmtree(outer, ignore_errors=True)
+        os.close(held)
     if answer is None:
-        raise AttachError(f"process {pid} has not answered for {timeout:g} seconds; it does nothing it would not do otherwise")
+        raise AttachError(f"process {target.pid} has not answered for {timeout:g} seconds; it does nothing it would not do otherwise")
     if answer["error"]:
-        raise AttachError(f"process {pid}: {answer['error']}")
+        raise AttachError(f"process {target.pid}: {answer['error']}")
     return answer["status"] | {"named": answer["named"]}
+
+
+def _has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] in b"ZX"
+    except OSError:
+        return True
 
 
 def _give(target, *paths):
@@ -282,7 +318,7 @@ def _wait(target, reply, timeout):
     while not reply.exists():
         if time.monotonic() > end:
             return False
-        if not os.path.exists(f"{target.proc}/exe"):
+        if _has_ended(target.pid):
             raise AttachError(f"process {target.pid} has ended")
         time.sleep(0.005)
     return True
@@ -312,20 +348,27 @@ def _by_remote_exec(target, script, timeout):
     raise AttachError(f"sys.remote_exec() for process {target.pid}: {problem}")
 
 
-def _by_gdb(target, text, timeout):
+# Nothing is run that lies about; the process stands still while gdb reads symbols, so it reads no more than it must.
+_GDB_SETTINGS = [word for setting in ("auto-load off", "debuginfod enabled off", "debug-file-directory /nonexistent",
+                                      "libthread-db-search-path /nonexistent") for word in ("-iex", f"set {setting}")]
+
+
+def _by_gdb(target, text, timeout, tries=5):
     gdb = shutil.which("gdb")
     version = ".".join(map(str, target.version))
     if gdb is None:
         raise AttachError(f"process {target.pid} runs Python {version}, which needs gdb to attach: install gdb")
     here = os.path.dirname(os.path.abspath(__file__))
-    base = target.base if target.has_loader else None
-    arguments = (target.program, base, target.extension, text, timeout)
+    bias = target.bias() if target.has_loader else None
+    arguments = (target.program, bias, target.version, target.extension, text, timeout)
     done = subprocess.run(
-        [gdb, "-nx", "-q", "-batch", "-iex", "set auto-load off", "-iex", "set debuginfod enabled off", "-p", str(target.pid),
-         "-x", f"{here}/inside_gdb.py", "-ex", f"python main(*{arguments!r})"],
+        [gdb, "-nx", "-q", "-batch", *_GDB_SETTINGS, "-p", str(target.pid), "-x", f"{here}/inside_gdb.py",
+         "-ex", f"python main(*{arguments!r})"],
         text=True, errors="replace", stdin=subprocess.DEVNULL, capture_output=True, start_new_session=True,
         env=os.environ | {"LC_ALL": "C.UTF-8"})
     verdict = re.findall(r"^perf_trampoline: (.*)$", done.stdout, re.MULTILINE)
+    if verdict[-1:] == ["busy"] and tries > 1:
+        return _by_gdb(target, text, timeout, tries - 1)
     if verdict[-1:] != ["ok"]:
         reason = verdict[-1] if verdict else f"gdb failed: {(done.stderr.strip() or '?').splitlines()[-1]}"
         raise AttachError(f"process {target.pid}: {reason}")

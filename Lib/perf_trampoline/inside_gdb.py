@@ -7,6 +7,7 @@ any Python code may run.  There our library is loaded, and it queues what is to 
 """
 
 import os
+import re
 import threading
 
 import gdb
@@ -40,11 +41,9 @@ def is_handling_pending_calls():
     """May the stopped thread hold the lock of the queue?"""
     frame = gdb.newest_frame()
     for _ in range(8):
-        if frame is None:
-            return False
-        if "ending" in (frame.name() or ""):
+        if frame is not None and re.search("add_?pending_?call|make_?pending_?call|(push|pop)_pending", frame.name() or "", re.I):
             return True
-        frame = frame.older()
+        frame = frame and frame.older()
     return False
 
 
@@ -73,13 +72,16 @@ def wait_for(breakpoint, seconds):
         gdb.execute("handle SIGINT nostop noprint pass", to_string=True)
 
 
-def run(program, base, library, text, seconds):
-    if base is not None:
-        gdb.execute(f"add-symbol-file {program} -o {base:#x}", to_string=True)
+def run(program, bias, version, library, text, seconds):
+    if bias is not None:
+        gdb.execute(f"add-symbol-file {program} -o {bias:#x}", to_string=True)
+    # A wrong idea of where things are would be fatal to the process.
+    if int(gdb.parse_and_eval(f"*(unsigned int *){address('Py_Version'):#x}")) >> 16 != version[0] << 8 | version[1]:
+        raise Refused("gdb does not find its symbols where they are")
     add, marker = address("Py_AddPendingCall"), address("Py_MakePendingCalls")
     dlopen = address("dlopen")
     if is_handling_pending_calls():
-        raise Refused("it is busy with other pending calls: try again")
+        raise Refused("busy")
     breakpoint = gdb.Breakpoint(f"*{marker:#x}", internal=True)
     breakpoint.silent = True
     try:
