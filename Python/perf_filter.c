@@ -12,7 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static char *filter;            /* as it was set; NULL: every function is wanted */
+/* As it was set. A filter is never freed: there is no more than one for each number that an extra can have. */
+static const char *_Atomic filter = "";
 
 static size_t
 pattern_size(const char *pattern)
@@ -79,11 +80,10 @@ _PyPerfFilter_Set(const char *patterns)
     if (strcmp(patterns, _PyPerfFilter_Get()) == 0) {
         return 0;
     }
-    char *copy = *patterns == '\0' ? NULL : strdup(patterns);
-    if (copy == NULL && *patterns != '\0') {
+    const char *copy = *patterns == '\0' ? "" : strdup(patterns);
+    if (copy == NULL) {
         return _PyPerf_Fail("no memory for a filter");
     }
-    free(filter);
     filter = copy;
     return 1;
 }
@@ -91,7 +91,7 @@ _PyPerfFilter_Set(const char *patterns)
 const char *
 _PyPerfFilter_Get(void)
 {
-    return filter == NULL ? "" : filter;
+    return filter;
 }
 
 /* In the words of fnmatch(), which knows "and what is below" for paths only. */
@@ -105,20 +105,37 @@ dots_to_slashes(char *text)
     }
 }
 
-bool
-_PyPerfFilter_Wants(PyCodeObject *code, PyObject *globals)
+static size_t
+encode_module(PyObject *globals, char *text)
 {
-    if (filter == NULL) {
+    PyObject *name = NULL;
+    if (globals != NULL && PyDict_Check(globals)) {
+#if PY_VERSION_HEX >= 0x030d0000
+        if (PyDict_GetItemStringRef(globals, "__name__", &name) < 0) {
+            PyErr_Clear();
+        }
+#else
+        name = Py_XNewRef(PyDict_GetItemString(globals, "__name__"));
+#endif
+    }
+    size_t size = name != NULL && PyUnicode_Check(name) ? _PyPerf_EncodePath(name, text, _PyPerf_NAME_MAX) : 0;
+    Py_XDECREF(name);
+    return size;
+}
+
+bool
+_PyPerfFilter_Wants(const char *patterns, PyCodeObject *code, PyObject *globals)
+{
+    if (*patterns == '\0') {
         return true;
     }
     char path[_PyPerf_NAME_MAX + 1], module[_PyPerf_NAME_MAX + 1], glob[_PyPerf_NAME_MAX + 1];
     path[_PyPerf_EncodePath(code->co_filename, path, _PyPerf_NAME_MAX)] = '\0';
-    PyObject *name = globals != NULL && PyDict_Check(globals) ? PyDict_GetItemString(globals, "__name__") : NULL;
-    module[name != NULL && PyUnicode_Check(name) ? _PyPerf_EncodePath(name, module, _PyPerf_NAME_MAX) : 0] = '\0';
+    module[encode_module(globals, module)] = '\0';
     dots_to_slashes(module);
 
-    bool wanted = filter[0] == '!';
-    for (const char *pattern = filter; *pattern != '\0'; ) {
+    bool wanted = *patterns == '!';
+    for (const char *pattern = patterns; *pattern != '\0'; ) {
         size_t size = pattern_size(pattern);
         bool out = *pattern == '!';
         memcpy(glob, pattern + out, size - out);

@@ -600,10 +600,15 @@ register_code(struct interp *interp, PyCodeObject *code, PyObject *globals)
     uintptr_t slot = 0;
     bool done = request_index(interp, backend) < 0;
     while (!done) {
+        const char *filter = _PyPerfFilter_Get();
+        bool wanted = _PyPerfFilter_Wants(filter, code, globals);
         pthread_mutex_lock(&lock);
+        if (filter != _PyPerfFilter_Get()) {
+            pthread_mutex_unlock(&lock);
+            continue;
+        }
         slot = (uintptr_t)_PyPerf_CodeExtraAt(code, backend->extra_index);     /* another thread may have been here */
         if (slot == 0) {
-            bool wanted = _PyPerfFilter_Wants(code, globals);
             slot = wanted ? take_slot(backend, code) : (uintptr_t)pass_on;
             if (slot != 0 && PyUnstable_Code_SetExtra((PyObject *)code, backend->extra_index, (void *)slot) < 0) {
                 if (wanted) {

@@ -146,12 +146,14 @@ extern size_t _PyPerf_EncodePath(PyObject *text, char *path, size_t size);
 
 /* --- perf_filter.c: which functions get slots --- */
 
-/* 1 when the patterns are others than before, 0 when they are the same. Under the lock, as the next. */
+/* 1 when the patterns are others than before, 0 when they are the same. */
 extern int _PyPerfFilter_Set(const char *patterns);
-extern bool _PyPerfFilter_Wants(PyCodeObject *code, PyObject *globals);
 
-/* The patterns as they were set, "" for none. */
+/* The patterns as they were set, "" for none; the same pointer as long as they are the same. */
 extern const char *_PyPerfFilter_Get(void);
+
+/* Runs no Python code. */
+extern bool _PyPerfFilter_Wants(const char *patterns, PyCodeObject *code, PyObject *globals);
 
 /* What is wrong with these patterns, one sentence without a full stop; NULL when nothing is. */
 extern const char *_PyPerfFilter_Check(const char *patterns, char *room, size_t size);
