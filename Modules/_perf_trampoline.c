@@ -201,22 +201,29 @@ run_text(void *text)
     return NULL;
 }
 
+/* Takes `text` over. The program's signals are for its own threads. */
+static int
+start_thread(pthread_t *out_thread, char *text)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int status = pthread_create(out_thread, NULL, run_text, text);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (status != 0) {
+        free(text);
+    }
+    return status == 0 ? 0 : -1;
+}
+
 /* A pending call. */
 static int
 run_apart(void *text)
 {
     pthread_t thread;
-    sigset_t all, before;
     struct timespec end;
     PyThreadState *ts = PyEval_SaveThread();
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int status = pthread_create(&thread, NULL, run_text, text);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (status != 0) {
-        free(text);
-    }
-    else {
+    if (start_thread(&thread, text) == 0) {
         clock_gettime(CLOCK_REALTIME, &end);
         end.tv_nsec += WAIT_MS * 1000000L;
         end.tv_sec += end.tv_nsec / 1000000000L;
@@ -229,13 +236,20 @@ run_apart(void *text)
     return 0;
 }
 
-/* A debugger calls this, at a place where the main thread may load libraries and allocate memory: have `text` run when
-   that place is left. Returns 0, or -1 when it will not run. */
+/* A debugger calls this, where a thread may load libraries and allocate memory: have `text` run when that place is left,
+   while the main thread waits, or at once beside all threads. Returns 0, or -1 when it will not run. */
 __attribute__((visibility("default"))) int
-perf_trampoline_run(const char *text)
+perf_trampoline_run(const char *text, int at_once)
 {
+    pthread_t thread;
     char *copy = strdup(text);
-    if (copy == NULL || Py_AddPendingCall(run_apart, copy) < 0) {
+    if (copy == NULL) {
+        return -1;
+    }
+    if (at_once) {
+        return start_thread(&thread, copy) < 0 ? -1 : pthread_detach(thread);
+    }
+    if (Py_AddPendingCall(run_apart, copy) < 0) {
         free(copy);
         return -1;
     }

@@ -6,11 +6,11 @@
 
 #include "pycore_perf_trampoline.h"
 
-/* Add (code, globals) to the list `pairs`. */
+/* Add to the list `pairs` a code object and its globals, or a generator and None. */
 static int
-add(PyObject *pairs, PyCodeObject *code, PyObject *globals)
+add(PyObject *pairs, PyObject *code, PyObject *globals)
 {
-    return PyList_Append(pairs, (PyObject *)code) < 0 || PyList_Append(pairs, globals) < 0 ? -1 : 0;
+    return PyList_Append(pairs, code) < 0 || PyList_Append(pairs, globals) < 0 ? -1 : 0;
 }
 
 static const char *
@@ -24,21 +24,18 @@ static int
 visit(PyObject *object, void *pairs)
 {
     int status = 0;
-    const char *attribute = frame_attribute(object);
     if (PyFunction_Check(object)) {
-        status = add(pairs, (PyCodeObject *)PyFunction_GET_CODE(object), PyFunction_GET_GLOBALS(object));
+        status = add(pairs, PyFunction_GET_CODE(object), PyFunction_GET_GLOBALS(object));
     }
     else if (PyFrame_Check(object)) {
         PyCodeObject *code = PyFrame_GetCode((PyFrameObject *)object);
         PyObject *globals = PyFrame_GetGlobals((PyFrameObject *)object);
-        status = add(pairs, code, globals);
+        status = add(pairs, (PyObject *)code, globals);
         Py_DECREF(code);
         Py_DECREF(globals);
     }
-    else if (attribute != NULL) {
-        PyObject *frame = PyObject_GetAttrString(object, attribute);
-        status = frame == NULL ? -1 : frame == Py_None ? 0 : visit(frame, pairs) - 1;
-        Py_XDECREF(frame);
+    else if (frame_attribute(object) != NULL) {
+        status = add(pairs, object, Py_None);
     }
     return status == 0;
 }
@@ -68,10 +65,33 @@ visit_tracked(PyObject *pairs)
 }
 #endif
 
-/* Frames under way are no objects until they are asked for. */
+/* A generator's frame is made when it is asked for, which must not be during the visit. */
+static int
+visit_generators(PyObject *pairs)
+{
+    for (Py_ssize_t i = 0, size = PyList_GET_SIZE(pairs); i < size; i += 2) {
+        PyObject *object = PyList_GET_ITEM(pairs, i);
+        if (!PyCode_Check(object)) {
+            PyObject *frame = PyObject_GetAttrString(object, frame_attribute(object));
+            PyList_SetItem(pairs, i, Py_NewRef(Py_None));
+            if (frame == NULL || (frame != Py_None && !visit(frame, pairs))) {
+                Py_XDECREF(frame);
+                return -1;
+            }
+            Py_DECREF(frame);
+        }
+    }
+    return 0;
+}
+
+/* Frames under way are no objects until they are asked for. Without a GIL they cannot be looked at: what the code of
+   those defines later is named when it is called. */
 static int
 visit_stacks(PyObject *pairs)
 {
+#ifdef Py_GIL_DISABLED
+    return 0;
+#endif
     for (PyThreadState *ts = PyInterpreterState_ThreadHead(PyInterpreterState_Get()); ts != NULL;
          ts = PyThreadState_Next(ts))
     {
@@ -96,11 +116,14 @@ _PyPerfTrampoline_NameExisting(void)
         goto done;
     }
     PyObject_GC_UnTrack(pairs);     /* nobody else is to find it */
-    if (visit_stacks(pairs) < 0 || visit_tracked(pairs) < 0) {
+    if (visit_stacks(pairs) < 0 || visit_tracked(pairs) < 0 || visit_generators(pairs) < 0) {
         goto done;
     }
     num_named = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(pairs); i += 2) {
+        if (!PyCode_Check(PyList_GET_ITEM(pairs, i))) {
+            continue;
+        }
         PyCodeObject *code = (PyCodeObject *)PyList_GET_ITEM(pairs, i);
         PyObject *globals = PyList_GET_ITEM(pairs, i + 1);
         PyObject *address = PyLong_FromVoidPtr(code);
@@ -119,7 +142,7 @@ _PyPerfTrampoline_NameExisting(void)
         num_named += _PyPerfTrampoline_NameCode(code, globals) > 0;
         for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(code->co_consts); j++) {
             PyObject *constant = PyTuple_GET_ITEM(code->co_consts, j);
-            if (PyCode_Check(constant) && add(pairs, (PyCodeObject *)constant, globals) < 0) {
+            if (PyCode_Check(constant) && add(pairs, constant, globals) < 0) {
                 num_named = -1;
                 goto done;
             }

@@ -546,23 +546,28 @@ get_interp(PyInterpreterState *interp)
 }
 
 /* Code objects may be shared by interpreters, so an extra must have the same number in each. Numbers only ascend, and
-   those passed over stay empty. Called without the lock, in the interpreter concerned; -1 when there is none left. */
+   those passed over stay empty. Called in the interpreter concerned, without the lock; -1 when there is none left. */
 static int
 request_index(struct interp *interp, struct backend_state *backend)
 {
     size_t number = backend - backends;
-    Py_ssize_t index = backend->extra_index;
-    if (!interp->has_index[number]) {
-        do {
-            index = PyUnstable_Eval_RequestCodeExtraIndex(code_died);
-        } while (index >= 0 && index < backend->extra_index);
-        if (index < 0 || (backend->extra_index >= 0 && index != backend->extra_index)) {
-            return -1;
+    bool failed = false;
+    if (!__atomic_load_n(&interp->has_index[number], __ATOMIC_ACQUIRE)) {
+        pthread_mutex_lock(&lock);
+        Py_ssize_t index = backend->extra_index;
+        if (!interp->has_index[number]) {
+            do {
+                index = PyUnstable_Eval_RequestCodeExtraIndex(code_died);
+            } while (index >= 0 && index < backend->extra_index);
+            failed = index < 0 || (backend->extra_index >= 0 && index != backend->extra_index);
         }
-        backend->extra_index = index;
-        interp->has_index[number] = true;
+        if (!failed) {
+            backend->extra_index = index;
+            __atomic_store_n(&interp->has_index[number], true, __ATOMIC_RELEASE);
+        }
+        pthread_mutex_unlock(&lock);
     }
-    return 0;
+    return failed ? -1 : 0;
 }
 
 /* --- The evaluator --- */
@@ -610,7 +615,7 @@ register_code(struct interp *interp, PyCodeObject *code, PyObject *globals)
         slot = (uintptr_t)_PyPerf_CodeExtraAt(code, backend->extra_index);     /* another thread may have been here */
         if (slot == 0) {
             slot = wanted ? take_slot(backend, code) : (uintptr_t)pass_on;
-            if (slot != 0 && PyUnstable_Code_SetExtra((PyObject *)code, backend->extra_index, (void *)slot) < 0) {
+            if (slot != 0 && _PyPerf_SetCodeExtra(code, backend->extra_index, (void *)slot) < 0) {
                 if (wanted) {
                     slot_died(backend, slot);
                 }
@@ -784,6 +789,11 @@ _PyPerfTrampoline_Verify(void)
     }
     verdict = num_expected_seen == 1 && was_empty && ((PyCodeObject *)code)->co_extra != NULL && index >= 0
               && _PyPerf_CodeExtraAt((PyCodeObject *)code, index) == &stored;
+    void *read = NULL;
+    if (verdict && (_PyPerf_SetCodeExtra((PyCodeObject *)code, index, &verdict) < 0
+                    || PyUnstable_Code_GetExtra(code, index, &read) < 0 || read != &verdict)) {
+        verdict = PyErr_Occurred() ? -1 : 0;
+    }
 
 done:
     Py_XDECREF(result);

@@ -30,7 +30,8 @@ def attach(pid, backend="perf_elf", *, filter=None, existing=True, timeout=10):
     """Switch the trampoline of process *pid* on; return its status, and in "named" how many functions have names.
 
     *filter* is as for activate(); with *existing* functions that exist are named at once, else at their next call.
-    AttachError: it may not or cannot be, or its main thread has not run Python code for *timeout* seconds.
+    AttachError: it may not or cannot be, or it has not run Python code for *timeout* seconds. From 3.14 on that
+    is code of the main thread; before, of any if the main thread waits.
     """
     if backend not in perf_trampoline.BACKENDS:
         raise ValueError(f"invalid backend: {backend}")

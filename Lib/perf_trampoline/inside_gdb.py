@@ -4,6 +4,9 @@ Where a thread happens to stop it may hold any lock: that of malloc, of the load
 Py_AddPendingCall(), made for signal handlers and threads without the interpreter's lock.  What is queued is a function of
 CPython that does nothing.  A breakpoint stops the main thread on its way into that one: out of the evaluation loop, where
 any Python code may run.  There our library is loaded, and it queues what is to run when gdb is gone.
+
+When the main thread waits for something, as it may for ever, a stop of any thread on its way into the evaluation loop is as
+good: Python code is about to run there.
 """
 
 import os
@@ -15,6 +18,9 @@ import gdb
 SETTINGS = (
     "set pagination off", "set confirm off", "set width 0", "set print thread-events off",
     "set print inferior-events off", "handle all nostop noprint pass", "handle SIGINT nostop noprint pass")
+
+
+PATIENCE = 2        # seconds for the main thread alone
 
 
 class Refused(Exception):
@@ -47,8 +53,14 @@ def is_handling_pending_calls():
     return False
 
 
-def wait_for(breakpoint, seconds):
-    """Run the process until it is there; False when the time is over."""
+def breakpoint_at(address):
+    breakpoint = gdb.Breakpoint(f"*{address:#x}", internal=True)
+    breakpoint.silent = True
+    return breakpoint
+
+
+def wait_for(breakpoints, seconds):
+    """Run the process until it is at one of them; False when the time is over."""
     gdb.execute("handle SIGINT stop print pass", to_string=True)
     timer = threading.Timer(seconds, lambda: gdb.post_event(lambda: gdb.execute("interrupt")))
     timer.daemon = True
@@ -58,7 +70,7 @@ def wait_for(breakpoint, seconds):
             gdb.execute("continue", to_string=True)
             if gdb.selected_thread() is None:
                 raise Refused("it has ended")
-            if breakpoint.hit_count > 0:
+            if any(breakpoint.hit_count for breakpoint in breakpoints):
                 return True
             try:
                 sender = int(gdb.parse_and_eval("$_siginfo._sifields._kill.si_pid"))
@@ -82,19 +94,24 @@ def run(program, bias, version, library, text, seconds):
     dlopen = address("dlopen")
     if is_handling_pending_calls():
         raise Refused("busy")
-    breakpoint = gdb.Breakpoint(f"*{marker:#x}", internal=True)
-    breakpoint.silent = True
+    places = [breakpoint_at(marker)]
     try:
-        if call(add, "int (*)(void *, void *)", f"(void *){marker:#x}", "(void *)0") != 0:
+        if call(add, "int (*)(void *, void *)", f"(void *){marker:#x}", "(void *)0") & 0xffffffff:
             raise Refused("its queue of pending calls is full")
-        if not wait_for(breakpoint, seconds):
-            raise Refused(f"its main thread has not come to run Python code for {seconds:g} seconds; nothing was changed")
+        at_once = False
+        if not wait_for(places, min(seconds, PATIENCE)) and seconds > PATIENCE:
+            places.append(breakpoint_at(address("_PyEval_EvalFrameDefault")))
+            wait_for(places, seconds - PATIENCE)
+            at_once = places[0].hit_count == 0
+        if not any(place.hit_count for place in places):
+            raise Refused(f"it has not come to run Python code for {seconds:g} seconds; nothing was changed")
     finally:
-        breakpoint.delete()
+        for place in places:
+            place.delete()
     if call(dlopen, "void *(*)(const char *, int)", string(library), str(os.RTLD_NOW)) == 0:
         raise Refused(f"it cannot load {library}")
-    if call(address("perf_trampoline_run"), "int (*)(const char *)", string(text)) != 0:
-        raise Refused("its queue of pending calls is full")
+    if call(address("perf_trampoline_run"), "int (*)(const char *, int)", string(text), str(int(at_once))) & 0xffffffff:
+        raise Refused("its queue of pending calls is full, or it can start no thread")
 
 
 def main(*arguments):

@@ -124,7 +124,7 @@ class AttachTest(ProgramTest):
 class BusyTest(AttachTest):
     """A busy process is attached to at moments of chance: what it prints and how it ends are as without."""
 
-    def check_attaching(self, python=([sys.executable], None), times=100 if FULL else 2):
+    def check_attaching(self, python=([sys.executable], None), times=100 if FULL else 1):
         plain = self.start(BUSY, python)
         plain.send_signal(signal.SIGTERM)
         expected, expected_err = plain.communicate(timeout=60)
@@ -249,6 +249,130 @@ while True: list(map(lambda _: outer(), range(3)))
         self.assertGreater(len(whole), 0.9 * len(burning))
 
 
+class WaitingTest(AttachTest):
+
+    def check_parked_main(self, python):
+        process = self.start('''
+import threading, time
+def busy(n): return sum(map(lambda x: x, range(n)))
+def work():
+    while True: busy(100)
+threading.Thread(target=work, daemon=True).start()
+print('ready', flush=True)
+threading.Lock().acquire()
+lock = threading.Lock(); lock.acquire(); lock.acquire()
+''', python)
+        self.attach(process.pid, '--backend', 'perf')
+        self.assertLess({'busy', 'work'}, self.names(process.pid))
+        self.attach(process.pid, command='detach')
+
+    def test_main_thread_waits_and_another_works(self):
+        if sys.version_info >= (3, 14):
+            self.skipTest('sys.remote_exec() is for the main thread')
+        self.check_parked_main(([sys.executable], None))
+
+    def test_the_same_in_3_13(self):
+        self.check_parked_main(pyenv_interpreter('3.13'))
+
+    def test_root_attaches_to_a_process_of_another_user(self):
+        if os.geteuid() != 0:
+            self.skipTest('needs root')
+        os.chmod(self.images, 0o777)
+        nobody = ['setpriv', '--reuid=nobody', '--regid=nogroup', '--clear-groups']
+        if subprocess.run([*nobody, sys.executable, '-c', 'import perf_trampoline'], capture_output=True, env=self.env).returncode:
+            self.skipTest('another user does not see this build')
+        process = self.start(BUSY, ([*nobody, sys.executable], None))
+        self.attach(process.pid, '--backend', 'perf')
+        self.assertEqual(os.stat(f'/tmp/perf-{process.pid}.map').st_uid, os.stat(f'/proc/{process.pid}').st_uid)
+        self.assertIn('checksum', self.names(process.pid))
+
+
+class ExistingTest(ProgramTest):
+    """name_existing(), in the process itself."""
+
+    def check_named(self, expected, source):
+        done = self.run_program(f'''
+import perf_trampoline
+{source}
+perf_trampoline.activate('perf')
+number = perf_trampoline.name_existing()
+assert number == perf_trampoline.name_existing() > 100, number
+perf_trampoline.deactivate()
+''')
+        self.assertEqual((done.stdout, done.stderr), ('', ''))
+        names = {name.split(':')[2] for _, _, name in map_entries(done.pid)}
+        self.assertEqual({name for name in names if name.startswith('mine')}, expected)
+
+    def test_functions_methods_and_those_yet_to_be_made(self):
+        self.check_named({'mine', 'mine.<locals>.inner', 'mine_C', 'mine_C.method', 'mine_C.static', 'mine_C.value', 'mine_C.<lambda>'}, '''
+def mine():
+    def inner(): pass
+class mine_C:
+    def method(self): pass
+    @staticmethod
+    def static(): pass
+    @property
+    def value(self): pass
+    hidden = [lambda: 1]
+''')
+
+    def test_generators_and_coroutines_without_a_function(self):
+        self.check_named({f'mine_{kind}{inner}' for kind in ('gen', 'co', 'agen') for inner in ('', '.<locals>.inner')}, '''
+def mine_gen():
+    def inner(): pass
+    yield
+async def mine_co():
+    def inner(): pass
+async def mine_agen():
+    def inner(): pass
+    yield
+kept = mine_gen(), mine_co(), mine_agen()
+next(kept[0])
+import atexit; atexit.register(kept[1].close)
+del mine_gen, mine_co, mine_agen
+''')
+
+    def test_what_frames_under_way_are_about_to_define(self):
+        self.check_named({'mine_later'}, '''
+import threading
+under_way, go_on = threading.Event(), threading.Event()
+source = "under_way.set(); go_on.wait()\\ndef mine_later(): pass"
+threading.Thread(target=lambda: exec(source, globals())).start()
+under_way.wait()
+import atexit; threading._register_atexit(go_on.set)
+''')
+
+    def test_no_destructor_runs_elsewhere(self):
+        """Objects die in the thread that lets them go."""
+        images = tempfile.TemporaryDirectory()
+        self.addCleanup(images.cleanup)
+        done = self.run_program('''
+import perf_trampoline, threading, types
+perf_trampoline.activate('perf_elf')
+wrong, stop = [], []
+class Mine:
+    def __init__(self): self.thread = threading.get_ident(); self.cycle = []
+    def __del__(self):
+        if threading.get_ident() != self.thread: wrong.append(self)
+def work():
+    while not stop:
+        def gen(m):
+            try: yield m
+            finally: m.__del__()
+        g = gen(Mine()); next(g)
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads: thread.start()
+plain = (lambda: 1).__code__
+for i in range(30):
+    kept = [types.FunctionType(plain.replace(co_name=f'n{i}_{j}'), {}) for j in range(1000)]
+    perf_trampoline.name_existing()
+stop.append(1)
+for thread in threads: thread.join()
+print(len(wrong))
+''', env={'PERF_TRAMPOLINE_DIR': images.name})
+        self.assertEqual((done.stdout, done.stderr), ('0\n', ''))
+
+
 class RefusalTest(AttachTest):
     """One sentence says why not, and the process has not noticed."""
 
@@ -315,7 +439,7 @@ class RefusalTest(AttachTest):
 
     def test_main_thread_that_waits(self):
         process = self.start(STEPS)
-        self.assert_refused('(has not come to run Python code for|has not answered for) 0.5 seconds', process.pid, '--timeout', '0.5')
+        self.assert_refused('has not (come to run Python code|answered) for 0.5 seconds', process.pid, '--timeout', '0.5')
         self.check_untouched(process)
 
     def test_package_that_does_not_fit(self):
