@@ -163,6 +163,47 @@ class BusyTest(AttachTest):
     def test_3_15(self):
         self.check_attaching(interpreter('3.15'))
 
+    def check_handlers(self, python):
+        process = self.start('''
+import signal
+class Alarm(Exception): pass
+armed, raised, caught, stop, inside = False, 0, 0, False, set()
+def on_alarm(_, frame):
+    global armed, raised
+    while frame:
+        if 'perf_trampoline' in frame.f_code.co_filename: inside.add(frame.f_code.co_filename)
+        frame = frame.f_back
+    if armed:
+        armed, raised = False, raised + 1
+        raise Alarm(raised)
+def on_stop(*_): global stop; stop = True
+signal.signal(signal.SIGTERM, on_stop)
+signal.signal(signal.SIGALRM, on_alarm)
+signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+print('ready', flush=True)
+while not stop or not raised:
+    try:
+        armed = True
+        while not stop: sum(map(abs, range(20)))
+        armed = False
+    except Alarm as alarm:
+        assert alarm.args == (raised,)
+        caught += 1
+signal.setitimer(signal.ITIMER_REAL, 0)
+print(raised == caught, raised > 10, inside)
+''', python)
+        for backend in 'perf', 'perf_elf':
+            self.attach(process.pid, '--backend', backend)
+        process.send_signal(signal.SIGTERM)
+        self.assertEqual((*process.communicate(timeout=60), process.returncode), ('True True set()\n', '', 0))
+
+    def test_handlers_that_raise_are_heard(self):
+        """What they raise belongs to the main thread, and not to our code that it waits for."""
+        self.check_handlers(([sys.executable], None))
+
+    def test_handlers_that_raise_are_heard_by_3_14(self):
+        self.check_handlers(interpreter('3.14'))
+
     def test_process_that_is_starting(self):
         """It holds the locks of the modules that it is importing, which our code wants too."""
         source = 'import asyncio, json, re, tempfile, time; time.sleep(0.1); print(json.dumps([re.sub("a", "b", "aaa")]))'
