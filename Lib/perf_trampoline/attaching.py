@@ -66,7 +66,8 @@ class _Target:
 
     def _look_at_rights(self):
         try:
-            status = dict(line.split(":\t", 1) for line in Path(self.proc, "status").read_text().splitlines() if ":\t" in line)
+            lines = Path(self.proc, "status").read_text(errors="replace").splitlines()
+            status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
         except OSError:
             raise AttachError(f"there is no process {self.pid}") from None
         self.uid, self.gid = int(status["Uid"].split()[1]), int(status["Gid"].split()[1])
@@ -79,8 +80,8 @@ class _Target:
         try:
             self._same_pids = os.readlink(f"{self.proc}/ns/pid") == os.readlink("/proc/self/ns/pid")
             open(f"{self.proc}/mem", "rb").close()      # asks the kernel what a debugger asks it
-            self.environment = dict(
-                item.split("=", 1) for item in os.fsdecode(Path(self.proc, "environ").read_bytes()).split("\0") if "=" in item)
+            environment = os.fsdecode(Path(self.proc, "environ").read_bytes()).split("\0")
+            self.environment = dict(item.split("=", 1) for item in environment if "=" in item)
             self.arguments = os.fsdecode(Path(self.proc, "cmdline").read_bytes()).split("\0")[:-1]
         except OSError:
             raise AttachError(f"the kernel does not let this user attach to process {self.pid}{_why_not()}") from None
@@ -115,15 +116,15 @@ class _Target:
             if exe.endswith(" (deleted)"):
                 raise AttachError(f"the program of process {self.pid} is no longer on disk: restart the process")
             raise AttachError(f"process {self.pid} is not a CPython whose symbols can be seen ({os.path.basename(exe)})")
-        # Where the loader was called by name the interpreter is one of its arguments.
-        place = next((i for i, argument in enumerate(self.arguments) if self._is(argument, exe)
-                      or self._is(argument, self.program)), None)
-        self.has_loader = exe not in (self.program,) and os.path.basename(exe).startswith("ld")
+        # A virtual environment is found by the name that the interpreter was started with.  Where the loader was called
+        # by name the interpreter is one of its arguments.
+        self.has_loader = exe != self.program and os.path.basename(exe).startswith("ld")
+        wanted = self.program if self.has_loader else exe
+        place = next((i for i, argument in enumerate(self.arguments) if self._is(argument, wanted)), None)
         if self.has_loader:
-            place = next((i for i, argument in enumerate(self.arguments) if self._is(argument, self.program)), None)
             self.command = None if place is None else [exe, *self.arguments[1:place + 1]]
         else:
-            self.command = [self._path(self.arguments[place])] if place is not None else [exe]
+            self.command = [exe if place is None else self._path(self.arguments[place])]
 
     def _path(self, argument):
         return argument if os.path.isabs(argument) else f"{os.readlink(f'{self.proc}/cwd')}/{argument}"
@@ -173,7 +174,8 @@ class _Target:
             self.version = int(match[1]), int(match[2])
             self.suffix = f".cpython-{match[1]}{match[2]}{match[3]}-{sys.implementation._multiarch}.so"
         if self.version < (3, 11):
-            raise AttachError(f"process {self.pid} runs Python {'.'.join(map(str, self.version))}: trampolines need 3.11 or later")
+            version = ".".join(map(str, self.version))
+            raise AttachError(f"process {self.pid} runs Python {version}: trampolines need 3.11 or later")
 
     def _find_package(self):
         extension = f"_perf_trampoline{self.suffix}"
@@ -362,16 +364,25 @@ def _by_gdb(target, text, timeout, tries=5):
     here = os.path.dirname(os.path.abspath(__file__))
     bias = target.bias() if target.has_loader else None
     arguments = (target.program, bias, target.version, target.extension, text, timeout)
-    done = subprocess.run(
+    process = subprocess.Popen(
         [gdb, "-nx", "-q", "-batch", *_GDB_SETTINGS, "-p", str(target.pid), "-x", f"{here}/inside_gdb.py",
          "-ex", f"python main(*{arguments!r})"],
-        text=True, errors="replace", stdin=subprocess.DEVNULL, capture_output=True, start_new_session=True,
-        env=os.environ | {"LC_ALL": "C.UTF-8"})
-    verdict = re.findall(r"^perf_trampoline: (.*)$", done.stdout, re.MULTILINE)
+        text=True, errors="replace", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, env=os.environ | {"LC_ALL": "C.UTF-8"})
+    interrupted = None
+    while True:
+        try:
+            out, err = process.communicate()
+            break
+        except KeyboardInterrupt as error:      # gdb has a breakpoint to take out, and a time-out of its own
+            interrupted = error
+    if interrupted:
+        raise interrupted
+    verdict = re.findall(r"^perf_trampoline: (.*)$", out, re.MULTILINE)
     if verdict[-1:] == ["busy"] and tries > 1:
         return _by_gdb(target, text, timeout, tries - 1)
     if verdict[-1:] != ["ok"]:
-        reason = verdict[-1] if verdict else f"gdb failed: {(done.stderr.strip() or '?').splitlines()[-1]}"
+        reason = verdict[-1] if verdict else f"gdb failed: {(err.strip() or '?').splitlines()[-1]}"
         raise AttachError(f"process {target.pid}: {reason}")
 
 

@@ -3,7 +3,6 @@
 The attaching side runs under the interpreter that runs this file; what is attached to runs under each that can be had.
 """
 
-import contextlib
 import glob
 import os
 import random
@@ -215,6 +214,21 @@ print(raised == caught, raised > 10, inside)
             self.attach(process.pid, '--timeout', '3', check=False)
             self.assertEqual((*process.communicate(timeout=60), process.returncode), ('["bbb"]\n', '', 0))
 
+    def test_interrupted_command_leaves_no_breakpoint(self):
+        """Ctrl-C while gdb waits for the process."""
+        process = self.start(STEPS)
+        attaching = subprocess.Popen([sys.executable, '-m', 'perf_trampoline', 'attach', str(process.pid), '--timeout', '3'],
+                                     env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        status = Path(f'/proc/{process.pid}/status')
+        while sys.version_info < (3, 14) and 'TracerPid:\t0' in status.read_text() and attaching.poll() is None:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        attaching.send_signal(signal.SIGINT)
+        attaching.communicate()
+        self.assertIn(attaching.returncode, (1, -signal.SIGINT))
+        for _ in range(3):
+            self.step(process, 'import sys; list(map(lambda f: f(), [old, older]))')
+
     def test_no_directory_is_left(self):
         before = set(glob.glob('/tmp/python-attach-*'))
         process = self.start(STEPS)
@@ -265,8 +279,6 @@ class NamesTest(AttachTest):
         self.assertEqual({name for _, _, name in map_entries(process.pid) if '<string>' not in name}, set())
 
     def test_perf_record_of_an_attached_process(self):
-        import perf_judge
-        perf = perf_judge.perf if hasattr(perf_judge, 'perf') else None
         process = self.start('''
 import time
 def burn(n):
