@@ -952,7 +952,7 @@ _PyPerfTrampoline_SetFilter(const char *patterns)
             if (backend == active_backend && request_index(this_interp, backend) < 0) {
                 backend->extra_index = former_index;
                 this_interp->has_index[backend - backends] = true;
-                return _PyPerf_Fail("code objects have no room for one more extra: what the former filter has decided stays");
+                return _PyPerf_Fail("code objects have no room for one more extra: the former filter's decisions stay");
             }
         }
     }

@@ -149,7 +149,7 @@ class _Target:
         raise AttachError(f"{self.program} has no first segment")
 
     def run(self, source, *arguments, timeout=30):
-        """Run the same interpreter with the rights of the process: what it is made of may be that user's.  None: it fails."""
+        """Run the same interpreter with the rights of the process, as its files may be that user's.  None: it fails."""
         kept = "PYTHONPATH", "PYTHONUSERBASE", "PYTHONHOME", "HOME", "LD_LIBRARY_PATH", "PATH"
         rights = {} if os.geteuid() == self.uid else {"user": self.uid, "group": self.gid, "extra_groups": ()}
         try:
@@ -296,7 +296,8 @@ def _exchange(target, request, timeout):
             shutil.rmtree(outer, ignore_errors=True)
         os.close(held)
     if answer is None:
-        raise AttachError(f"process {target.pid} has not answered for {timeout:g} seconds; it does nothing it would not do otherwise")
+        raise AttachError(f"process {target.pid} has not answered for {timeout:g} seconds; nothing was changed, unless it "
+                          "answers later")
     if answer["error"]:
         raise AttachError(f"process {target.pid}: {answer['error']}")
     return answer["status"] | {"named": answer["named"]}

@@ -47,7 +47,8 @@ def is_handling_pending_calls():
     """May the stopped thread hold the lock of the queue?"""
     frame = gdb.newest_frame()
     for _ in range(8):
-        if frame is not None and re.search("add_?pending_?call|make_?pending_?call|(push|pop)_pending", frame.name() or "", re.I):
+        name = frame and frame.name() or ""
+        if re.search("add_?pending_?call|make_?pending_?call|(push|pop)_pending", name, re.I):
             return True
         frame = frame and frame.older()
     return False

@@ -160,7 +160,8 @@ print(perf_trampoline.name_existing() >= 1)
 ''', stdout='True\n')
 
     def test_bad_patterns(self):
-        for patterns, reason in (('app,,lib', "pattern 2 of the filter, '', is empty"), ('!', "pattern 1 of the filter, '!', is empty"),
+        for patterns, reason in (('app,,lib', "pattern 2 of the filter, '', is empty"),
+                                 ('!', "pattern 1 of the filter, '!', is empty"),
                                  ('app,', "pattern 2 of the filter, '', is empty"), ('[a-', "has a [ without its ]"),
                                  ('app, lib', 'has a space or a control character'), ('a\\', 'ends in a backslash'),
                                  ('x' * 9000, 'is too long')):
@@ -173,7 +174,8 @@ print(sys.is_stack_trampoline_active(), status()['filter'] == '')
 
     def test_bad_pattern_in_the_environment(self):
         """The program runs, without trampolines, and is told once."""
-        done = self.run_program('print(sys.is_stack_trampoline_active())', '-X', 'perf', env={'PERF_TRAMPOLINE_FILTER': '[a'})
+        done = self.run_program('print(sys.is_stack_trampoline_active())', '-X', 'perf',
+                                env={'PERF_TRAMPOLINE_FILTER': '[a'})
         self.assertEqual(done.stdout, 'False\n')
         self.assertRegex(done.stderr, r"\Aperf trampoline: pattern 1 of the filter, '\[a', has a \[ without its \].*\n\Z")
 
