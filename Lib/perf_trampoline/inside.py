@@ -13,10 +13,10 @@ def act(request, reply):
             perf_trampoline.deactivate()
         else:
             perf_trampoline.activate(request["backend"], filter=request["filter"])
+            if request["existing"] and perf_trampoline.is_active():
+                answer["named"] = perf_trampoline.name_existing()
             if not perf_trampoline.is_active():
                 answer["error"] = perf_trampoline.status()["failure"] or "another frame evaluator is in the way"
-            elif request["existing"]:
-                answer["named"] = perf_trampoline.name_existing()
         answer["status"] = perf_trampoline.status()
     except Exception as error:
         answer["error"] = str(error) or type(error).__name__
