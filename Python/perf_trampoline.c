@@ -546,23 +546,28 @@ get_interp(PyInterpreterState *interp)
 }
 
 /* Code objects may be shared by interpreters, so an extra must have the same number in each. Numbers only ascend, and
-   those passed over stay empty. Called without the lock, in the interpreter concerned; -1 when there is none left. */
+   those passed over stay empty. Called in the interpreter concerned, without the lock; -1 when there is none left. */
 static int
 request_index(struct interp *interp, struct backend_state *backend)
 {
     size_t number = backend - backends;
-    Py_ssize_t index = backend->extra_index;
-    if (!interp->has_index[number]) {
-        do {
-            index = PyUnstable_Eval_RequestCodeExtraIndex(code_died);
-        } while (index >= 0 && index < backend->extra_index);
-        if (index < 0 || (backend->extra_index >= 0 && index != backend->extra_index)) {
-            return -1;
+    bool failed = false;
+    if (!__atomic_load_n(&interp->has_index[number], __ATOMIC_ACQUIRE)) {
+        pthread_mutex_lock(&lock);
+        Py_ssize_t index = backend->extra_index;
+        if (!interp->has_index[number]) {
+            do {
+                index = PyUnstable_Eval_RequestCodeExtraIndex(code_died);
+            } while (index >= 0 && index < backend->extra_index);
+            failed = index < 0 || (backend->extra_index >= 0 && index != backend->extra_index);
         }
-        backend->extra_index = index;
-        interp->has_index[number] = true;
+        if (!failed) {
+            backend->extra_index = index;
+            __atomic_store_n(&interp->has_index[number], true, __ATOMIC_RELEASE);
+        }
+        pthread_mutex_unlock(&lock);
     }
-    return 0;
+    return failed ? -1 : 0;
 }
 
 /* --- The evaluator --- */
@@ -583,9 +588,16 @@ reserve_memory(struct backend_state *backend)
     pthread_mutex_unlock(&lock);
 }
 
-/* The slot of `code` after its first call here. NULL when there is none to be had. */
+/* Stands for the slot of a function that the filter leaves out. */
+static PyObject *
+pass_on(PyThreadState *ts, struct _PyInterpreterFrame *frame, int throwflag, py_evaluator evaluator)
+{
+    return evaluator(ts, frame, throwflag);
+}
+
+/* The slot of `code`, or what stands for it, after its first call here. NULL when there is none to be had. */
 static Py_NO_INLINE py_trampoline
-register_code(struct interp *interp, PyCodeObject *code)
+register_code(struct interp *interp, PyCodeObject *code, PyObject *globals)
 {
     PyObject *type, *value, *traceback;     /* the frame may be resumed by throw() */
     PyErr_Fetch(&type, &value, &traceback);
@@ -593,12 +605,20 @@ register_code(struct interp *interp, PyCodeObject *code)
     uintptr_t slot = 0;
     bool done = request_index(interp, backend) < 0;
     while (!done) {
+        const char *filter = _PyPerfFilter_Get();
+        bool wanted = _PyPerfFilter_Wants(filter, code, globals);
         pthread_mutex_lock(&lock);
+        if (filter != _PyPerfFilter_Get()) {
+            pthread_mutex_unlock(&lock);
+            continue;
+        }
         slot = (uintptr_t)_PyPerf_CodeExtraAt(code, backend->extra_index);     /* another thread may have been here */
         if (slot == 0) {
-            slot = take_slot(backend, code);
-            if (slot != 0 && PyUnstable_Code_SetExtra((PyObject *)code, backend->extra_index, (void *)slot) < 0) {
-                slot_died(backend, slot);
+            slot = wanted ? take_slot(backend, code) : (uintptr_t)pass_on;
+            if (slot != 0 && _PyPerf_SetCodeExtra(code, backend->extra_index, (void *)slot) < 0) {
+                if (wanted) {
+                    slot_died(backend, slot);
+                }
                 slot = 0;
                 done = true;
             }
@@ -677,7 +697,7 @@ evaluate_first_time(PyThreadState *ts, struct _PyInterpreterFrame *frame, int th
     PyCodeObject *code = _PyPerf_FrameCode(frame);
     py_trampoline trampoline = (py_trampoline)_PyPerf_CodeExtraAt(code, active_index);
     if (trampoline == NULL && interp->active) {
-        trampoline = register_code(interp, code);
+        trampoline = register_code(interp, code, _PyPerf_FrameGlobals(frame));
         if (trampoline == NULL && active_backend->failed) {
             _PyPerfTrampoline_Deactivate();
         }
@@ -725,12 +745,13 @@ is_ours(py_evaluator evaluator)
 /* --- Verification of private layouts --- */
 
 static PyCodeObject *expected_code;
+static PyObject *expected_globals;
 static int num_expected_seen;
 
 static PyObject *
 py_verifying_evaluator(PyThreadState *ts, struct _PyInterpreterFrame *frame, int throwflag)
 {
-    num_expected_seen += _PyPerf_FrameCode(frame) == expected_code;
+    num_expected_seen += _PyPerf_FrameCode(frame) == expected_code && _PyPerf_FrameGlobals(frame) == expected_globals;
     return _PyEval_EvalFrameDefault(ts, frame, throwflag);
 }
 
@@ -750,6 +771,7 @@ _PyPerfTrampoline_Verify(void)
     PyInterpreterState *interp = PyInterpreterState_Get();
     py_evaluator former = _PyInterpreterState_GetEvalFrameFunc(interp);
     expected_code = (PyCodeObject *)code;
+    expected_globals = globals;
     num_expected_seen = 0;
     _PyInterpreterState_SetEvalFrameFunc(interp, py_verifying_evaluator);
     result = PyEval_EvalCode(code, globals, globals);
@@ -767,6 +789,11 @@ _PyPerfTrampoline_Verify(void)
     }
     verdict = num_expected_seen == 1 && was_empty && ((PyCodeObject *)code)->co_extra != NULL && index >= 0
               && _PyPerf_CodeExtraAt((PyCodeObject *)code, index) == &stored;
+    void *read = NULL;
+    if (verdict && (_PyPerf_SetCodeExtra((PyCodeObject *)code, index, &verdict) < 0
+                    || PyUnstable_Code_GetExtra(code, index, &read) < 0 || read != &verdict)) {
+        verdict = PyErr_Occurred() ? -1 : 0;
+    }
 
 done:
     Py_XDECREF(result);
@@ -886,6 +913,53 @@ _PyPerfTrampoline_Deactivate(void)
             interp->installed = false;
         }
     }
+}
+
+int
+_PyPerfTrampoline_NameCode(PyCodeObject *code, PyObject *globals)
+{
+    struct interp *interp = find_interp(PyInterpreterState_Get());
+    if (interp == NULL || !interp->active) {
+        return -1;
+    }
+    py_trampoline slot = (py_trampoline)_PyPerf_CodeExtraAt(code, active_index);
+    if (slot == NULL) {
+        slot = register_code(interp, code, globals);
+        if (slot == NULL && active_backend->failed) {
+            _PyPerfTrampoline_Deactivate();
+        }
+    }
+    return slot == NULL ? -1 : slot != pass_on;
+}
+
+int
+_PyPerfTrampoline_SetFilter(const char *patterns)
+{
+    pthread_mutex_lock(&lock);
+    int status = _PyPerfFilter_Set(patterns);
+    pthread_mutex_unlock(&lock);
+    struct interp *this_interp = find_interp(PyInterpreterState_Get());
+    if (status <= 0 || this_interp == NULL) {
+        return status < 0 ? -1 : 0;
+    }
+    /* With a new number for our extra every function is judged anew. */
+    for (struct interp *interp = interps; interp != NULL; interp = interp->next) {
+        memset(interp->has_index, 0, sizeof(interp->has_index));
+    }
+    for (struct backend_state *backend = backends; backend < backends + NUM_BACKENDS; backend++) {
+        if (backend->extra_index >= 0) {
+            Py_ssize_t former_index = backend->extra_index++;
+            if (backend == active_backend && request_index(this_interp, backend) < 0) {
+                backend->extra_index = former_index;
+                this_interp->has_index[backend - backends] = true;
+                return _PyPerf_Fail("code objects have no room for one more extra: the former filter's decisions stay");
+            }
+        }
+    }
+    if (active_backend != NULL) {
+        active_index = active_backend->extra_index;
+    }
+    return 0;
 }
 
 void

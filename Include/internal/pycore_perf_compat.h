@@ -49,17 +49,61 @@ _PyPerf_FrameCode(struct _PyInterpreterFrame *frame)
 #endif
 }
 
+/* Its globals, borrowed. */
+static inline PyObject *
+_PyPerf_FrameGlobals(struct _PyInterpreterFrame *frame)
+{
+    return frame->f_globals;
+}
+
 /* What code objects' co_extra points to, the same in all versions. */
 struct _PyPerf_CodeExtra {
     Py_ssize_t ce_size;
     void *ce_extras[1];
 };
 
+#ifndef Py_GIL_DISABLED
+#  define _PyPerf_LOAD(place) (place)
+#else
+#  define _PyPerf_LOAD(place) __atomic_load_n(&(place), __ATOMIC_ACQUIRE)
+#endif
+
 static inline void *
 _PyPerf_CodeExtraAt(PyCodeObject *code, Py_ssize_t index)
 {
-    const struct _PyPerf_CodeExtra *extra = code->co_extra;
-    return extra != NULL && index < extra->ce_size ? extra->ce_extras[index] : NULL;
+    const struct _PyPerf_CodeExtra *extra = _PyPerf_LOAD(code->co_extra);
+    return extra != NULL && index < extra->ce_size ? _PyPerf_LOAD(extra->ce_extras[index]) : NULL;
+}
+
+/* PyUnstable_Code_SetExtra() for an extra that is NULL, called under the trampolines' lock; -1 perhaps with an exception.
+   Without a GIL others read while we write, and the public call would move the array from under them: then a larger one
+   takes its place, and the former is left to whoever may still be reading it. There is room in each for a few more. */
+static inline int
+_PyPerf_SetCodeExtra(PyCodeObject *code, Py_ssize_t index, void *value)
+{
+#ifndef Py_GIL_DISABLED
+    return PyUnstable_Code_SetExtra((PyObject *)code, index, value);
+#else
+    enum {MAX_EXTRAS = 254, ROOM = 8};
+    struct _PyPerf_CodeExtra *former = code->co_extra;
+    if (former != NULL && index < former->ce_size) {
+        __atomic_store_n(&former->ce_extras[index], value, __ATOMIC_RELEASE);
+        return 0;
+    }
+    Py_ssize_t count = Py_MIN(index + ROOM, MAX_EXTRAS);
+    struct _PyPerf_CodeExtra *extra = PyMem_Calloc(1, sizeof(*extra) + (count - 1) * sizeof(extra->ce_extras[0]));
+    if (extra == NULL || index >= count) {
+        PyMem_Free(extra);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; former != NULL && i < former->ce_size; i++) {
+        extra->ce_extras[i] = former->ce_extras[i];
+    }
+    extra->ce_extras[index] = value;
+    extra->ce_size = count;
+    __atomic_store_n(&code->co_extra, (void *)extra, __ATOMIC_RELEASE);
+    return 0;
+#endif
 }
 
 /* Before 3.14 nested evaluators spend a budget of their own; a hook that stays until it is spent would raise a

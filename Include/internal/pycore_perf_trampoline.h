@@ -103,6 +103,13 @@ extern int _PyPerfTrampoline_Verify(void);
 extern int _PyPerfTrampoline_Activate(const _PyPerf_Backend *backend);
 extern void _PyPerfTrampoline_Deactivate(void);
 
+/* Give `code`, which runs with these globals, its slot before its next call. 1: it has one, 0: the filter leaves it out,
+   -1: there is none to be had. */
+extern int _PyPerfTrampoline_NameCode(PyCodeObject *code, PyObject *globals);
+
+/* From now on only these functions get slots: see perf_filter.c. -1 when the patterns are not well formed. */
+extern int _PyPerfTrampoline_SetFilter(const char *patterns);
+
 /* Forget an interpreter that ends. */
 extern void _PyPerfTrampoline_ForgetInterpreter(PyInterpreterState *interp);
 
@@ -136,6 +143,25 @@ extern size_t _PyPerf_FormatName(PyCodeObject *code, char *name);
 
 /* The bytes of `text` as the file system knows them, at most `size`, none of them NUL. Returns their number. */
 extern size_t _PyPerf_EncodePath(PyObject *text, char *path, size_t size);
+
+/* --- perf_filter.c: which functions get slots --- */
+
+/* 1 when the patterns are others than before, 0 when they are the same. */
+extern int _PyPerfFilter_Set(const char *patterns);
+
+/* The patterns as they were set, "" for none; the same pointer as long as they are the same. */
+extern const char *_PyPerfFilter_Get(void);
+
+/* Runs no Python code. */
+extern bool _PyPerfFilter_Wants(const char *patterns, PyCodeObject *code, PyObject *globals);
+
+/* What is wrong with these patterns, one sentence without a full stop; NULL when nothing is. */
+extern const char *_PyPerfFilter_Check(const char *patterns, char *room, size_t size);
+
+/* --- perf_existing.c --- */
+
+/* Name all functions of this interpreter that exist; returns their number, or -1 with an exception. */
+extern Py_ssize_t _PyPerfTrampoline_NameExisting(void);
 
 /* --- perf_file.c: files that are written through a shared mapping --- */
 

@@ -14,17 +14,19 @@ import sys
 
 from . import _perf_trampoline as _core
 
-__all__ = ["BACKENDS", "activate", "deactivate", "is_active", "status"]
+__all__ = ["BACKENDS", "activate", "attach", "deactivate", "detach", "is_active", "name_existing", "set_filter", "status"]
 
 BACKENDS = ("perf", "perf_jit", "perf_elf")
 """perf: /tmp/perf-PID.map; perf_jit: /tmp/jit-PID.dump, for perf inject --jit; perf_elf: shared objects, for all."""
 
 
-def activate(backend="perf"):
+def activate(backend="perf", *, filter=None):
     """Call functions through named trampolines from their next call on, until deactivate().
 
+    *filter*, patterns as for set_filter(), says which; None leaves it as it is.
+
     When the files of *backend* cannot be made the program runs on without: one line on stderr and status() tell why.
-    ValueError: *backend* is none of BACKENDS, or there can be no trampoline here.
+    ValueError: *backend* is none of BACKENDS, a pattern is not well formed, or there can be no trampoline here.
     """
     if not isinstance(backend, str):
         raise TypeError(f"activate_stack_trampoline() argument must be str, not {type(backend).__name__}")
@@ -34,6 +36,10 @@ def activate(backend="perf"):
         raise ValueError(f"perf trampoline not available: {reason}")
     if (jit := getattr(sys, "_jit", None)) is not None and jit.is_enabled():
         raise ValueError("Cannot activate the perf trampoline if the JIT is active")
+    if filter is None:
+        filter = _filter_of_environment()
+    if filter is not None:
+        set_filter(filter)
     if backend == "perf_elf":
         from . import images
         _core.set_directories(":".join(images.directories()))
@@ -55,6 +61,52 @@ def is_active():
     return status["active"] and not status["displaced"]
 
 
+def set_filter(patterns):
+    """Name only some functions from now on, in this process and those that it forks; "" for all.
+
+    *patterns*, separated by commas, are modules or, with a slash in them, paths of files; each stands for what lies below
+    it too, and `*`, `?` and `[...]` are as in the shell but for matching dots and slashes. `!` leaves out; the last one
+    that fits decides, and if none does, the function is left out, or named if the first pattern leaves out:
+
+        myapp,!myapp.tests      myapp and what is in it, without its tests
+        !importlib,!*/site-packages/*     all but these
+
+    PERF_TRAMPOLINE_FILTER is the same, for a process that sets no other. ValueError: a pattern is not well formed.
+    """
+    global _filter_is_set
+    _core.set_filter(patterns)
+    _filter_is_set = True
+
+
+_filter_is_set = False
+
+
+def _filter_of_environment():
+    if _filter_is_set or sys.flags.ignore_environment:
+        return None
+    return os.environ.get("PERF_TRAMPOLINE_FILTER")
+
+
+def name_existing():
+    """Name all functions that exist now, not each at its next call; return the number of those that have a name.
+
+    Frames under way have no trampoline until their function is called again.
+    """
+    return _core.name_existing()
+
+
+def attach(pid, backend="perf_elf", **options):
+    """Switch the trampoline of another process on: see perf_trampoline.attaching.attach()."""
+    from . import attaching
+    return attaching.attach(pid, backend, **options)
+
+
+def detach(pid, **options):
+    """Switch it off again: see perf_trampoline.attaching.detach()."""
+    from . import attaching
+    return attaching.detach(pid, **options)
+
+
 def status():
     """What is on, in this interpreter and process, as a dict.
 
@@ -67,9 +119,10 @@ def status():
     slots         int, trampolines of functions that are alive
     displaced     bool, another frame evaluator took our place: is_active() is false
     chained       bool, another one was there before us, and runs inside our trampolines
+    filter        str, the patterns that say which functions are named; "" for all
     failure       str, why the last activation or registration did not succeed; None when it did
     """
-    return _core.status() | {"unavailable": _core.unavailable()}
+    return _core.status() | {"filter": _core.get_filter(), "unavailable": _core.unavailable()}
 
 
 def is_set(variable):

@@ -27,18 +27,35 @@ def build_for(python):
 
     The build folder stands in for the user's own site directory, so the start-up line is read as if installed.
     """
+    arch = next(arch for arch in archs.load().values() if arch.triplet in python.ext_suffix)
+    cross = [] if arch == archs.host() else [f'--host={arch.triplet}']
+    program = python.root / f'usr/bin/python{python.version[0]}.{python.version[1]}'
+    build = _build(f'{python.root.name}{python.ext_suffix}', program, *cross)
+    return python.command, python.env | {'PYTHONUSERBASE': str(build)}
+
+
+def _build(name, program, *options):
+    """The folder of a build for that interpreter."""
     checkout = hashlib.sha256(str(SOURCE).encode()).hexdigest()[:12]
-    build = roots.cache() / 'builds' / checkout / f'{python.root.name}{python.ext_suffix}'
+    build = roots.cache() / 'builds' / checkout / name
     build.mkdir(parents=True, exist_ok=True)
     with open(build / 'lock', 'w') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (build / 'Makefile').exists():
-            arch = next(arch for arch in archs.load().values() if arch.triplet in python.ext_suffix)
-            cross = [] if arch == archs.host() else [f'--host={arch.triplet}']
-            program = python.root / f'usr/bin/python{python.version[0]}.{python.version[1]}'
-            _run([SOURCE / 'configure', '-q', f'--with-python={program}', *cross], build)
+            _run([SOURCE / 'configure', '-q', f'--with-python={program}', *options], build)
         _run(['make', '-s'], build)
-    return python.command, python.env | {'PYTHONUSERBASE': str(build)}
+    return build
+
+
+def pyenv_interpreter(version):
+    """Command and environment of the newest pyenv CPython of that version, with our package."""
+    home = Path(os.environ.get('PYENV_ROOT') or Path.home() / '.pyenv')
+    programs = sorted(home.glob(f'versions/{version}.*/bin/python{version}'))
+    if not programs:
+        raise unittest.SkipTest(f'pyenv has no Python {version} here')
+    build = _build(f'pyenv-{programs[-1].parents[1].name}', programs[-1])
+    env = {name: value for name, value in os.environ.items() if not name.startswith(('PYTHON', 'LD_'))}
+    return [str(programs[-1])], env | {'PYTHONUSERBASE': str(build)}
 
 
 def _run(command, directory):

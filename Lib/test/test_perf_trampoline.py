@@ -201,8 +201,8 @@ print(during['functions'] >= 10, during['slots'] - dead['slots'], after['functio
             'False None [] False False None None',
             f'True perf {file} False False None None',
             f'False None {file} False False None None',
-            "['active', 'architecture', 'backend', 'chained', 'displaced', 'failure', 'files', 'functions', 'slots', "
-            f"'unavailable'] {archs.host().name}",
+            "['active', 'architecture', 'backend', 'chained', 'displaced', 'failure', 'files', 'filter', 'functions', "
+            f"'slots', 'unavailable'] {archs.host().name}",
             'True 10 True'])
 
     def test_status_tells_a_failure_until_the_next_activation(self):
