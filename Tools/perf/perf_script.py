@@ -122,13 +122,23 @@ def lost(data, perf=('perf',)):
                 for number in re.findall(r'LOST(?:_SAMPLES)? events:\s+(\d+)', line)), default=0)
 
 
+def lines(data, perf=('perf',)):
+    """A recording as perf prints it, for parse()."""
+    # --no-inline: otherwise perf starts addr2line for each address, and dies where there is none.
+    return _read(perf, 'script', '-i', data, '--ns', '--no-inline', '--max-stack', MAX_STACK,
+                 '-F', 'pid,tid,time,event,ip,sym,dso')
+
+
 def samples(data, perf=('perf',)):
     """All samples of a recording, oldest first."""
+    return parse(lines(data, perf))
+
+
+def parse(lines):
+    """The samples that lines() printed."""
     frames = {}         # one object for each distinct line: some hundred of them make a profile
     sample = None
-    # --no-inline: otherwise perf starts addr2line for each address, and dies where there is none.
-    for line in _read(perf, 'script', '-i', data, '--ns', '--no-inline', '--max-stack', MAX_STACK,
-                      '-F', 'pid,tid,time,event,ip,sym,dso'):
+    for line in lines:
         if line[0] == '\t' and sample:
             if line not in frames:
                 ip, sym, dso = _FRAME.match(line.rstrip('\n')).groups()
