@@ -122,11 +122,11 @@ def lost(data, perf=('perf',)):
                 for number in re.findall(r'LOST(?:_SAMPLES)? events:\s+(\d+)', line)), default=0)
 
 
-def lines(data, perf=('perf',)):
+def lines(data, perf=('perf',), *options):
     """A recording as perf prints it, for parse()."""
     # --no-inline: otherwise perf starts addr2line for each address, and dies where there is none.
     return _read(perf, 'script', '-i', data, '--ns', '--no-inline', '--max-stack', MAX_STACK,
-                 '-F', 'pid,tid,time,event,ip,sym,dso')
+                 '-F', 'pid,tid,time,event,ip,sym,dso', *options)
 
 
 def samples(data, perf=('perf',)):

@@ -27,7 +27,10 @@ def record(mode, frequency, cpu_seconds, turns):
     lost = perf_script.lost(data, mode['perf'])
     if mode['backend'] == 'perf_jit':
         data = perf_script.inject(data, mode['perf'])
-    return {'report': report, 'lost': lost, 'script': ''.join(perf_script.lines(data, mode['perf']))}
+    # What lies outside the threads' windows is most of it, and of no interest.
+    window = [edge(thread[key] for thread in report['threads']) / 1e9 for edge, key in ((min, 'start'), (max, 'end'))]
+    script = ''.join(perf_script.lines(data, mode['perf'], '--time', '{:.9f},{:.9f}'.format(*window)))
+    return {'report': report, 'lost': lost, 'script': script}
 
 
 def main():
