@@ -88,7 +88,7 @@ def check(perf=('perf',)):
 
 
 def record(command, out, *, perf=('perf',), call_graph='dwarf,32768', freq=1000, clock='mono',
-           event=EVENT, env=None):
+           event=EVENT, env=None, options=()):
     """Profile a command into the file `out`; return what it wrote to standard output.
 
     A clock of None leaves perf's own; `clock='mono'` is what a jitdump needs. `call_graph` is
@@ -99,7 +99,7 @@ def record(command, out, *, perf=('perf',), call_graph='dwarf,32768', freq=1000,
         # stacks loses none; more than half a MiB is root's privilege.
         process = _run(perf, 'record', '-N', '-o', out, '-e', event, '-F', freq, '--call-graph', call_graph,
                        *(['-k', clock] if clock else []), *(['-m', '16M'] if os.geteuid() == 0 else []),
-                       '--', *command, stdout=subprocess.PIPE, stderr=noise, env=os.environ if env is None else env)
+                       *options, '--', *command, stdout=subprocess.PIPE, stderr=noise, env=os.environ if env is None else env)
         with process:
             output = process.stdout.read().decode(errors='replace')
         if process.returncode:

@@ -7,7 +7,7 @@ Its verdict is found outside, where a processor is not emulated.
 import base64
 import json
 import os
-import sys
+import subprocess
 import textwrap
 import time
 import zlib
@@ -23,14 +23,15 @@ def record(mode, frequency, cpu_seconds, turns):
     env = os.environ | {'PYTHONUSERBASE': HERE}
     report = json.loads(perf_script.record(
         [mode['python'], '-X', mode['backend'], f'{HERE}/perf_workload.py', str(cpu_seconds), str(turns)], data,
-        perf=mode['perf'], freq=frequency, call_graph=mode['call_graph'], env=env))
+        perf=mode['perf'], freq=frequency, call_graph=mode['call_graph'], env=env, options=mode['options']))
     lost = perf_script.lost(data, mode['perf'])
     if mode['backend'] == 'perf_jit':
         data = perf_script.inject(data, mode['perf'])
     # What lies outside the threads' windows is most of it, and of no interest.
     window = [edge(thread[key] for thread in report['threads']) / 1e9 for edge, key in ((min, 'start'), (max, 'end'))]
     script = ''.join(perf_script.lines(data, mode['perf'], '--time', '{:.9f},{:.9f}'.format(*window)))
-    return {'report': report, 'lost': lost, 'script': script}
+    version = subprocess.run([*mode['perf'], 'version'], capture_output=True, text=True).stdout.split()[-1]
+    return {'report': report, 'lost': lost, 'script': script, 'perf': version}
 
 
 def main():
