@@ -30,8 +30,8 @@ STACK = 32768
 # An instruction takes the guest 2**TICK ns, whatever else this machine does: otherwise a guest that has to wait for a
 # processor counts that as CPU time of the function it is in, and takes one sample of it.
 TICK = 3
-CPU_SECONDS = 3
-TURNS = 20_000
+CPU_SECONDS = 2.2
+TURNS = 10_000
 # Perl comes with perf's scripts; the rest is large, and no part of a profile.
 LEAVE_OUT = ['./usr/share/perl*', './usr/share/zoneinfo', './usr/lib/*/perl*', './usr/lib/*/gconv', './usr/bin/*perl*',
              './usr/lib/python3/*', './usr/lib/*/libperl*', '*/test/*', '*/tests/*', '*/pydoc_data', '*/idlelib']
