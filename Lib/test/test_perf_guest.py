@@ -30,7 +30,7 @@ WHOLE = 0.98
 STACKS = [('dwarf', 'perf_elf'), ('fp', 'perf_elf'), ('dwarf', 'perf_jit'), ('fp', 'perf_jit'), ('fp', 'perf')]
 PYTHONS = ['3.15', '3.14'] if FULL else ['3.15']
 PERFS = ['sid', 'trixie'] if FULL else ['sid']
-FRAME_POINTERS = ['3.15']       # those built with them, wherever the option exists
+FRAME_POINTERS = ['3.15']       # those built with them, where the architecture's table line has the option
 CHOSEN = os.environ.get('PERF_TRAMPOLINE_ARCH') or ' '.join(archs.load())
 
 pool = concurrent.futures.ThreadPoolExecutor(2)
@@ -56,9 +56,10 @@ def run(arch, python, perf):
 def verdict(arch, mode, result):
     """The main thread's Verdict, and what is wrong with it in view of expected.txt, as a list of sentences."""
     word, _ = guest.expected(arch, mode)
+    frame_pointers = mode.python in FRAME_POINTERS and '-fno-omit-frame-pointer' in arch.chain_cflags
     with mock.patch.object(perf_judge, 'WHOLE', WHOLE):
         found = perf_judge.judge(result['report'], perf_script.parse(result['script'].splitlines(True)), least=LEAST,
-                                 mode=mode.stacks, frame_pointers=mode.python in FRAME_POINTERS,
+                                 mode=mode.stacks, frame_pointers=frame_pointers,
                                  innermost_may_be_missing=word == 'innermost')[0]
     if word != 'cut':
         return found, found.problems
