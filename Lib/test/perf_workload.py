@@ -1,10 +1,10 @@
 """A program whose CPU time is known function by function: what a profile of it must show.
 
-    perf_workload.py [CPU_SECONDS]
+    perf_workload.py [CPU_SECONDS [TURNS]]
 
 The main thread, then a second one, call each leaf below in turn through callers of its own, in
-blocks of milliseconds, and measure them with the thread's CPU clock. Between the two stamps of a
-thread's window nothing else of weight runs in it. The report, JSON on standard output:
+blocks of milliseconds, and measure them with the thread's CPU clock (on a slow machine fewer TURNS keep
+them that short). Between the two stamps of a thread's window nothing else of weight runs in it. The report, JSON on standard output:
 
     {"pid": PID, "threads": [{"tid": TID, "start": NS, "end": NS, "cpu": NS, "leaves": {
         QUALNAME: {"cpu": NS, "stack": [QUALNAME, ...], "callees": [QUALNAME, ...]}}}]}
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 
-BLOCK = 100_000     # turns of a leaf's loop for one unit of weight: some milliseconds
+TURNS = 100_000     # turns of a leaf's loop for one unit of weight: some milliseconds
 
 
 # Leaf and callers: a plain function.
@@ -140,7 +140,7 @@ LEAVES = [
 ]
 
 
-def measure(callers, cpu_seconds, reports):
+def measure(callers, cpu_seconds, turns, reports):
     for call, _, _ in LEAVES:
         call(1)         # each function has its trampoline before the window opens
     cpu = {stack[-1]: 0 for _, _, stack in LEAVES}
@@ -149,7 +149,7 @@ def measure(callers, cpu_seconds, reports):
     while now - cpu_start < cpu_seconds * 1e9:
         for call, weight, stack in LEAVES:
             before = now
-            call(weight * BLOCK)
+            call(int(weight * turns))
             now = time.thread_time_ns()
             cpu[stack[-1]] += now - before
     reports.append({
@@ -160,15 +160,15 @@ def measure(callers, cpu_seconds, reports):
                    for _, _, stack in LEAVES}})
 
 
-def main(cpu_seconds):
+def main(cpu_seconds=6, turns=TURNS):
     reports = []
-    measure(['<module>', 'main'], cpu_seconds, reports)
+    measure(['<module>', 'main'], cpu_seconds, turns, reports)
     callers = ['Thread._bootstrap', 'Thread._bootstrap_inner', 'Thread.run']
-    thread = threading.Thread(target=measure, args=(callers, cpu_seconds / 10, reports))
+    thread = threading.Thread(target=measure, args=(callers, cpu_seconds / 10, turns, reports))
     thread.start()
     thread.join()
     print(json.dumps({'pid': os.getpid(), 'threads': reports}))
 
 
 if __name__ == '__main__':
-    main(float(sys.argv[1]) if len(sys.argv) > 1 else 6)
+    main(*map(float, sys.argv[1:]))

@@ -50,6 +50,9 @@ class Arch:
     callee_saved: dict      # name -> DWARF number
     qemu_user: str
     qemu_system: str
+    board: tuple            # machine, processor
+    console: str
+    kernel: str
     ra_column: int
     entry_cfa: str
     pc: int
@@ -110,7 +113,7 @@ def _entry_cfa(text):
 
 
 _PARSERS = {
-    "cpus": _list, "defines": _list, "chain_cflags": _list,
+    "cpus": _list, "board": _list, "defines": _list, "chain_cflags": _list,
     "callee_saved": _callee_saved, "ra_column": int, "entry_cfa": _entry_cfa,
     "pc": int, "sp": _register, "fp": _register, "ra": _register,
     "hash_entry": int, "chain": _chain, "status": _status,

@@ -88,7 +88,7 @@ def check(perf=('perf',)):
 
 
 def record(command, out, *, perf=('perf',), call_graph='dwarf,32768', freq=1000, clock='mono',
-           event=EVENT, env=None):
+           event=EVENT, env=None, options=()):
     """Profile a command into the file `out`; return what it wrote to standard output.
 
     A clock of None leaves perf's own; `clock='mono'` is what a jitdump needs. `call_graph` is
@@ -99,7 +99,7 @@ def record(command, out, *, perf=('perf',), call_graph='dwarf,32768', freq=1000,
         # stacks loses none; more than half a MiB is root's privilege.
         process = _run(perf, 'record', '-N', '-o', out, '-e', event, '-F', freq, '--call-graph', call_graph,
                        *(['-k', clock] if clock else []), *(['-m', '16M'] if os.geteuid() == 0 else []),
-                       '--', *command, stdout=subprocess.PIPE, stderr=noise, env=os.environ if env is None else env)
+                       *options, '--', *command, stdout=subprocess.PIPE, stderr=noise, env=os.environ if env is None else env)
         with process:
             output = process.stdout.read().decode(errors='replace')
         if process.returncode:
@@ -122,13 +122,23 @@ def lost(data, perf=('perf',)):
                 for number in re.findall(r'LOST(?:_SAMPLES)? events:\s+(\d+)', line)), default=0)
 
 
+def lines(data, perf=('perf',), *options):
+    """A recording as perf prints it, for parse()."""
+    # --no-inline: otherwise perf starts addr2line for each address, and dies where there is none.
+    return _read(perf, 'script', '-i', data, '--ns', '--no-inline', '--max-stack', MAX_STACK,
+                 '-F', 'pid,tid,time,event,ip,sym,dso', *options)
+
+
 def samples(data, perf=('perf',)):
     """All samples of a recording, oldest first."""
+    return parse(lines(data, perf))
+
+
+def parse(lines):
+    """The samples that lines() printed."""
     frames = {}         # one object for each distinct line: some hundred of them make a profile
     sample = None
-    # --no-inline: otherwise perf starts addr2line for each address, and dies where there is none.
-    for line in _read(perf, 'script', '-i', data, '--ns', '--no-inline', '--max-stack', MAX_STACK,
-                      '-F', 'pid,tid,time,event,ip,sym,dso'):
+    for line in lines:
         if line[0] == '\t' and sample:
             if line not in frames:
                 ip, sym, dso = _FRAME.match(line.rstrip('\n')).groups()

@@ -67,15 +67,15 @@ def cache():
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'perf-trampoline'
 
 
-def root(suite, debian_arch, packages, name=None, keep_static=False, only=()):
+def root(suite, debian_arch, packages, name=None, keep_static=False, only=(), leave_out=()):
     """Return the Path of a root of `packages` and what they depend on, making it if need be.
 
     `name` labels the directory.  Static libraries are left out unless `keep_static`.  If `only` lists tar patterns
-    (`*/qemu-s390x`) nothing else is unpacked.  Raises Unavailable, or CalledProcessError (no space, say); neither
+    (`*/qemu-s390x`) nothing else is unpacked, nor is what those in `leave_out` match.  Raises Unavailable, or CalledProcessError (no space, say); neither
     these nor a killed run leave half a root.
     """
     packages = sorted(set(packages))
-    key = hashlib.sha256(repr((FORMAT, packages, keep_static, [*only])).encode()).hexdigest()[:8]
+    key = hashlib.sha256(repr((FORMAT, packages, keep_static, [*only], *leave_out)).encode()).hexdigest()[:8]
     target = cache() / 'roots' / f'{suite}-{debian_arch}-{name or packages[0]}-{key}'
     if target.exists():
         return target
@@ -87,7 +87,7 @@ def root(suite, debian_arch, packages, name=None, keep_static=False, only=()):
         shutil.rmtree(work, ignore_errors=True)                         # a killed run's
         try:
             _download(home, suite, debian_arch, packages)
-            _unpack(work / 'debs', work / 'root', keep_static, only)
+            _unpack(work / 'debs', work / 'root', keep_static, only, leave_out)
             target.parent.mkdir(exist_ok=True)
             (work / 'root').rename(target)
         finally:
@@ -154,12 +154,12 @@ def _mirror():
     return mirror[1], '\n'.join(re.findall(r'(?m)^Acquire::\S+::Proxy\S* ".+";$', output('apt-config', 'dump')))
 
 
-def _unpack(debs, into, keep_static, only):
+def _unpack(debs, into, keep_static, only, leave_out):
     """Unpack `debs`/*.deb into the new root `into`, with /usr merged wherever the packages put their files."""
     for directory in 'bin', 'sbin', 'lib', 'lib64':
         (into / 'usr' / directory).mkdir(parents=True)
         (into / directory).symlink_to(f'usr/{directory}')
-    left_out = TRIM if keep_static else [*TRIM, '*.a']
+    left_out = [*TRIM, *([] if keep_static else ['*.a']), *leave_out]
     tar = ['tar', '-x', '-C', into, '--no-same-owner', '--keep-directory-symlink',
            *(f'--exclude={pattern}' for pattern in left_out), '--wildcards', *only]
     for deb in sorted(debs.glob('*.deb')):
