@@ -6,10 +6,9 @@ thread, is left out, unless it is a program of its own that embeds Python.
 """
 
 import collections
+import itertools
 import os
 import re
-import sys
-import sysconfig
 
 from perf_trampoline import perf_script
 
@@ -26,6 +25,8 @@ BARE = Function(OTHER, "[interpreter outside Python functions]", "")
 NOTHING = Function(OTHER, "[no stack]", "")
 
 _INTERPRETER = re.compile(r"(lib)?python(\d+(\.\d+)?)?[a-z]{0,2}(\.so[.\d]*)?|_perf_trampoline\..*\.so")
+_MAIN = re.compile(r"main|Py_(Bytes)?Main|pythread_wrapper")
+_START = re.compile(r"_start|__libc_start_.*|start_thread|__thread_start|(__)?clone3?(@.*)?")
 _OFF_KERNEL = "[vdso]", "[unknown]", "[heap]", "[stack", "[anon"
 _PACKAGES = re.compile(r".*/(?:site-packages|dist-packages|python\d+\.\d+|python3/dist-packages)/(.+)")
 
@@ -78,6 +79,8 @@ class Profile:
         functions = [self._function(frame) for frame in reversed(frames)]
         first, inner = (next((i for i, function in enumerate(functions) if function.kind == kind), None)
                         for kind in (PYTHON, INTERPRETER))
+        # perf 6.1 may lose its way in the C library of a process that has executed another program: that is far enough.
+        whole = whole or any(function.kind == INTERPRETER and _MAIN.fullmatch(function.name) for function in functions[:4])
         if all(function.kind == KERNEL for function in functions):
             whole = True        # a thread of the kernel, or a process before its program starts
         if not whole:
@@ -87,7 +90,7 @@ class Profile:
                      if function.kind == NATIVE and not perf_script.in_libc(frames[-1 - i])]
             functions = functions[first:]
         elif inner is not None:
-            start, functions = [BARE], functions[inner:]
+            start, functions = [BARE], list(itertools.dropwhile(_is_start, functions[inner:]))
         else:
             start = [Function(OTHER, f"[{sample.comm or 'no name'}]", "")] if functions else [NOTHING]
         kept = start
@@ -143,6 +146,10 @@ class Node:
     def sorted(self):
         """(function, node) of the callees, the most costly first."""
         return sorted(self.callees.items(), key=lambda item: (-item[1].total, item[0]))
+
+
+def _is_start(function):
+    return function.kind == INTERPRETER or _START.fullmatch(function.name)
 
 
 def module(function):
