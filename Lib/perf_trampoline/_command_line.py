@@ -50,7 +50,14 @@ def main(arguments):
     """Run a command; its exit status."""
     prog = "python -m perf_trampoline" if os.path.basename(sys.argv[0]) == "__main__.py" else "perf-trampoline"
     chosen = next((word for word in arguments if not word.startswith("-")), "")
+    if chosen == "record":
+        from perf_trampoline._record import split
+        at = arguments.index("record") + 1
+        ours, program = split(arguments[at:])
+        arguments = [*arguments[:at], *ours]
     options = parser(prog, chosen).parse_args(arguments)
+    if chosen == "record":
+        options.program = program
     name = "clean" if options.command == "purge" else options.command
     sys.setrecursionlimit(20_000)       # a call tree may be a thousand deep
     from perf_trampoline import _interpreter, perf_script

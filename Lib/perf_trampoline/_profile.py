@@ -81,9 +81,11 @@ class Profile:
                         for kind in (PYTHON, INTERPRETER))
         # perf 6.1 may lose its way in the C library of a process that has executed another program: that is far enough.
         whole = whole or any(function.kind == INTERPRETER and _MAIN.fullmatch(function.name) for function in functions[:4])
-        if all(function.kind == KERNEL for function in functions):
+        if functions and all(function.kind == KERNEL for function in functions):
             whole = True        # a thread of the kernel, or a process before its program starts
-        if not whole:
+        if not functions:
+            start = [NOTHING]
+        elif not whole:
             start = [INCOMPLETE]
         elif first is not None:
             start = [function for i, function in enumerate(functions[:first])
@@ -92,7 +94,7 @@ class Profile:
         elif inner is not None:
             start, functions = [BARE], list(itertools.dropwhile(_is_start, functions[inner:]))
         else:
-            start = [Function(OTHER, f"[{sample.comm or 'no name'}]", "")] if functions else [NOTHING]
+            start = [Function(OTHER, f"[{sample.comm or 'no name'}]", "")]
         kept = start
         for function in functions:
             if function.kind == INTERPRETER and not self.unfold or function.kind in self.hide:

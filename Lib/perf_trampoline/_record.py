@@ -1,6 +1,5 @@
 """perf-trampoline record: run a program under perf, and say where its time went."""
 
-import argparse
 import json
 import os
 import signal
@@ -19,15 +18,32 @@ DWARF = "dwarf,32768"
 FREQUENCY = {"fp": 999, "dwarf": 499}
 
 
+FLAGS = {"-q", "--quiet", "--json", "-n", "--dry-run", "-h", "--help", "--version"}
+
+
+def split(arguments):
+    """Our own options, and the program with its arguments, which are its alone."""
+    i = 0
+    while i < len(arguments):
+        word = arguments[i]
+        if word in ("-m", "-c") or not word.startswith("-"):
+            return arguments[:i], arguments[i:]
+        if word == "--":
+            return arguments[:i], arguments[i + 1:]
+        has_value = "=" in word if word.startswith("--") else len(word) > 2
+        i += 1 if has_value or word in FLAGS else 2
+    return arguments, []
+
+
 def add_arguments(parser):
     parser.usage = ("%(prog)s [options] SCRIPT [ARGUMENT...]\n"
                     "       %(prog)s [options] -m MODULE [ARGUMENT...] | -c CODE [ARGUMENT...]\n"
                     "       %(prog)s [options] --pid PID")
     what = parser.add_argument_group("what to record")
-    what.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m")
-    what.add_argument("-c", dest="code", nargs=argparse.REMAINDER, metavar="CODE", help="run this code, as python -c")
+    # For the help: split() takes them before.
+    what.add_argument("-m", metavar="MODULE", help="run a module, as python -m")
+    what.add_argument("-c", metavar="CODE", help="run this code, as python -c")
     what.add_argument("--pid", "-p", type=int, help="a Python process that runs already; it is left as it was found")
-    what.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     what.add_argument("--python", metavar="PYTHON", help="interpreter to run it with, also of a virtual environment in "
                                                          "which perf-trampoline is not installed (default: this one)")
     how = parser.add_argument_group("how")
@@ -86,17 +102,12 @@ def run(options):
 
 
 def _program(options):
-    given = {"-m": options.module, "-c": options.code, "": options.script, "--pid": options.pid}
-    chosen = [name for name, value in given.items() if value]
-    if options.script and options.script[0] == "--":
-        del options.script[0]
-    if len(chosen) != 1 or chosen == [""] and not options.script:
+    program = options.program
+    if bool(program) == bool(options.pid) or program[:1] in (["-m"], ["-c"]) and len(program) == 1:
         raise _interpreter.Unusable("say what to record: a script, -m MODULE, -c CODE or --pid PID")
-    if options.module or options.code:
-        return [chosen[0], *given[chosen[0]]]
-    if options.script and not os.path.exists(options.script[0]):
-        raise _interpreter.Unusable(f"there is no script {options.script[0]}")
-    return options.script
+    if program and program[0] not in ("-m", "-c") and not os.path.exists(program[0]):
+        raise _interpreter.Unusable(f"there is no script {program[0]}")
+    return program
 
 
 def _python(options):
@@ -211,7 +222,8 @@ def _record(command, env, options):
     started = time.monotonic()
     process = subprocess.Popen(command, env=None if options.pid else env)
     # The terminal sends Ctrl-C to all of us: the program and perf end, we go on.
-    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: process.send_signal(signal.SIGTERM)}
+    interrupted = threading.Event()
+    handlers = {signal.SIGINT: lambda *_: interrupted.set(), signal.SIGTERM: lambda *_: process.send_signal(signal.SIGTERM)}
     old = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     stopped = threading.Event()
 
@@ -236,7 +248,8 @@ def _record(command, env, options):
             signal.signal(number, handler)
     if status < 0:
         # perf ends by the signal that told it to stop; what we asked for is no failure.
-        status = 0 if stopped.is_set() or options.pid and status == -signal.SIGINT else 128 - status
+        was_asked = stopped.is_set() or options.pid and interrupted.is_set()
+        status = 0 if was_asked else 128 + signal.SIGINT if interrupted.is_set() else 128 - status
     return status, time.monotonic() - started
 
 

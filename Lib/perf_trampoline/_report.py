@@ -85,7 +85,7 @@ def _key(options):
 def _rows(profile, options):
     rows = [_describe(key) | {"total": round(profile.share(total), 3), "self": round(profile.share(own), 3)}
             for key, (total, own) in profile.table(_key(options)).items()]
-    return sorted(rows, key=lambda row: (-row[options.sort], -row["total"], row["name"]))
+    return sorted(rows, key=lambda row: (-row[options.sort], -row["self"], -row["total"], row["name"]))
 
 
 def _node(profile, function, node):

@@ -27,7 +27,7 @@ def painter(stream):
 
 def cut(text, columns):
     """At most so many columns (None: all), with a mark where something is missing."""
-    return text if columns is None or len(text) <= columns else text[:max(columns - 1, 0)] + "~"
+    return text if columns is None or len(text) <= columns else text[:columns - 1] + "~" if columns > 0 else ""
 
 
 def can_draw(stream):
