@@ -37,7 +37,7 @@ class Doctor:
     def examine(self):
         python = self.interpreter()
         works = self.profiler()
-        works = self.kernel() and works
+        works = self.kernel(works)
         self.directories()
         self.namespaces()
         if self.options.pid:
@@ -102,19 +102,20 @@ class Doctor:
             found = re.search(rf"(?m)^{field}:\s*(\S+)", file.read())
         return found[1] if found else "0"
 
-    def kernel(self):
+    def kernel(self, has_perf):
+        """Does it let this user's perf count?  Only a perf can tell."""
         paranoid = self._setting("perf_event_paranoid")
         if paranoid is None:
             self.find(PROBLEM, "kernel", f"{self.options.proc}/sys/kernel/perf_event_paranoid is missing: "
                       "no perf events (CONFIG_PERF_EVENTS), or a container that hides them",
                       "use a kernel with perf events, or profile from outside the container")
             return False
+        if not has_perf:
+            return False
         capable = bool(int(self._self("CapEff"), 16) & (1 << PERFMON | 1 << SYS_ADMIN))
         try:
             event = _record._event(self.perf)
         except perf_script.PerfError as error:
-            if shutil.which(self.options.perf) is None:
-                return False
             seccomp = self._self("Seccomp") == "2"
             if paranoid > 2 and not (capable and not seccomp):
                 self.find(PROBLEM, "kernel", f"kernel.perf_event_paranoid is {paranoid}: users may not profile",

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import ctypes
 import gzip
 import html
 import json
@@ -11,13 +10,12 @@ import pty
 import re
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import unittest
+import unittest.mock
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -581,6 +579,210 @@ class PageTest(WithPerf):
         self.assertNotIn('<i>', text)
         embedded = re.search(r'<script id="profile" type="application/json">(.*?)</script>', text)[1]
         self.assertIn(['python', name, 'app'], json.loads(embedded)['functions'])
+
+
+# perf_event_open's number, for the filter below; asm/unistd.h.
+PERF_EVENT_OPEN = {'x86_64': 298, 'aarch64': 241, 'riscv64': 241, 'ppc64le': 319, 's390x': 331}[os.uname().machine]
+# Forbids perf_event_open in this process and what it starts: load the number, compare, EPERM or allow; linux/seccomp.h.
+FORBID = f'''
+import ctypes, os, struct, sys
+code = b''.join(struct.pack('HBBI', *i) for i in (
+    (0x20, 0, 0, 0), (0x15, 0, 1, {PERF_EVENT_OPEN}), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7fff0000)))
+libc = ctypes.CDLL(None, use_errno=True)
+buffer = ctypes.create_string_buffer(code)
+filter = struct.pack('HP', 4, ctypes.addressof(buffer))
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, filter, 0, 0) == 0
+os.execv(sys.argv[1], sys.argv[1:])
+'''
+
+
+class DoctorTest(WithPerf):
+    """Machines made to fail, each in another way: the cause is named and a cure given."""
+
+    def doctor(self, *options, status=1, **run_options):
+        """{topic: its findings}"""
+        answer = json.loads(cli('doctor', '--json', *options, status=status, **run_options).stdout)
+        self.assertEqual(answer['ok'], not status)
+        return answer['findings']
+
+    def assert_problem(self, topic, text, findings):
+        """There is this problem, it has a cure, and none is found beside it that is not there."""
+        problems = [finding for finding in findings if finding['status'] == 'problem']
+        self.assertEqual([finding['topic'] for finding in problems], [topic], problems)
+        self.assertRegex(problems[0]['text'], text)
+        self.assertGreater(len(problems[0]['cure']), 10)
+        return problems[0]
+
+    def test_a_good_machine(self):
+        findings = self.doctor(status=0)
+        self.assertEqual([finding for finding in findings if finding['status'] == 'problem'], [])
+        self.assertRegex(findings[-1]['text'], r'\d+ samples of a known program .* 9\d\.\d%|100\.0%')
+        text = cli('doctor').stdout
+        self.assertRegex(text, '(?m)^ok +trial ')
+        self.assertTrue(text.endswith('Python can be profiled here.\n'))
+
+    def test_1_no_perf_in_path(self):
+        empty = self.scratch / 'empty'
+        empty.mkdir()
+        self.assert_problem('perf', 'perf was not found in PATH', self.doctor(env=os.environ | {'PATH': str(empty)}))
+
+    def test_2_a_perf_that_does_not_run(self):
+        stub = self.write('perf', '#!/bin/sh\necho "WARNING: perf not found for kernel 9.9" >&2; exit 2\n', 0o755)
+        self.assert_problem('perf', 'it says: WARNING: perf not found for kernel 9.9', self.doctor('--perf', stub))
+
+    def proc(self, paranoid):
+        self.write('proc/sys/kernel/perf_event_paranoid', f'{paranoid}\n')
+        return self.scratch / 'proc'
+
+    def test_3_paranoid_kernel(self):
+        stub = self.write('perf', f"""#!/bin/sh
+if [ "$1" = record ]; then echo "Access to performance monitoring is limited." >&2; exit 255; fi
+exec {shutil.which('perf')} "$@"
+""", 0o755)
+        options = ['--perf', stub, '--proc', self.proc(4)]
+        prefix = ['setpriv', '--bounding-set=-all', '--inh-caps=-all'] if os.geteuid() == 0 else []
+        problem = self.assert_problem('kernel', 'kernel.perf_event_paranoid is 4: users may not profile',
+                                      self.doctor(*options, prefix=prefix))
+        self.assertIn('sysctl kernel.perf_event_paranoid=2', problem['cure'])
+
+    def test_4_no_perf_events_in_the_kernel(self):
+        self.assert_problem('kernel', 'perf_event_paranoid is missing', self.doctor('--proc', self.scratch))
+
+    def test_5_seccomp(self):
+        forbid = self.write('forbid.py', FORBID)
+        problem = self.assert_problem('kernel', 'a seccomp filter is on', self.doctor(prefix=[sys.executable, forbid]))
+        self.assertIn('seccomp=unconfined', problem['cure'])
+
+    def test_6_read_only_directory(self):
+        self.in_mount('ro', 'its file system is read-only')
+
+    def test_7_noexec_directory(self):
+        self.in_mount('noexec', 'its file system is mounted noexec')
+
+    def test_8_full_directory(self):
+        self.in_mount('size=16k', 'its file system is full', fill=True)
+
+    def in_mount(self, options, text, fill=False):
+        """Look at a directory for images that lies in a file system mounted so."""
+        unshare = next(filter(perf_support._can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
+        if unshare is None:
+            self.skipTest('this user cannot mount')
+        place = self.scratch / 'place'
+        place.mkdir()
+        script = f'mount -t tmpfs -o {options} none {place} && {f"head -c 16384 /dev/zero >{place}/x;" if fill else ""} exec "$@"'
+        findings = self.doctor('--images', place, prefix=[*unshare, 'sh', '-c', script, 'sh'])
+        problem = self.assert_problem('directory', f'{place}: {text}', findings)
+        self.assertIn('PERF_TRAMPOLINE_DIR', problem['cure'])
+
+    def test_9_wrong_interpreters(self):
+        problem = self.assert_problem('interpreter', 'is no Python', self.doctor('--python', '/bin/true'))
+        self.assertIn('CPython 3.11 or later', problem['cure'])
+        self.assert_problem('interpreter', 'there is no interpreter', self.doctor('--python', '/none'))
+
+    def test_10_a_service_with_a_private_tmp(self):
+        unshare = next(filter(perf_support._can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
+        if unshare is None:
+            self.skipTest('this user cannot mount')
+        service = subprocess.Popen([*unshare, 'sh', '-c', 'mount -t tmpfs none /tmp; echo; exec sleep 100'],
+                                   stdout=subprocess.PIPE)
+        self.addCleanup(service.communicate)
+        self.addCleanup(service.kill)
+        service.stdout.readline()
+        problem = self.assert_problem('process', 'a /tmp of its own .PrivateTmp', self.doctor('--pid', service.pid))
+        self.assertIn('PERF_TRAMPOLINE_DIR', problem['cure'])
+
+    def test_11_an_architecture_without_trampoline(self):
+        """A build for this machine with a table of architectures that does not have it."""
+        table = self.write('archs.txt', '')
+        build = self.scratch / 'build'
+        build.mkdir()
+        for command in [[perf_support.SOURCE / 'configure', '-q', f'--with-python={sys._base_executable}'], ['make', '-s']]:
+            subprocess.run(command, cwd=build, check=True, capture_output=True,
+                           env=os.environ | {'PERF_ARCHS': str(table), 'MAKEFLAGS': ''})
+        problem = self.assert_problem('interpreter', 'no perf trampoline', self.doctor('--python', build / 'bin/python'))
+        self.assertIn('architectures', problem['cure'])
+
+    def test_12_a_perf_whose_stacks_are_wrong(self):
+        """It unwinds nothing beyond the innermost frames."""
+        stub = self.write('perf', f"""#!/bin/sh
+if [ "$1" = script ]; then shift; exec {shutil.which('perf')} script --max-stack 4 "$@" --max-stack 4; fi
+exec {shutil.which('perf')} "$@"
+""", 0o755)
+        self.assert_problem('trial', r'and --call-graph \S+: \d\.\d% of the stacks are whole', self.doctor('--perf', stub))
+
+
+class CleanTest(Scratch):
+
+    def setUp(self):
+        super().setUp()
+        ended = subprocess.Popen(['true'])
+        ended.wait()
+        self.pid = ended.pid
+        self.directory = self.scratch / 'images'
+        self.directory.mkdir()
+
+    def left(self, **options):
+        with unittest.mock.patch.dict(os.environ, {'PERF_TRAMPOLINE_DIR': str(self.directory)}):
+            return {Path(file['path']).name: file for file in
+                    _clean.left(tmp=self.scratch, **{'uid': os.geteuid()} | options)}
+
+    def fill(self, pid):
+        dump = (0x4A695444).to_bytes(4, sys.byteorder)
+        for name, contents in {
+                f'perf-{pid}.map': b'7f00 20 py::f:/x.py\n', f'jit-{pid}.dump': dump + b'py::f:/x.py',
+                f'jitted-{pid}-1.so': b'\x7fELF..py::f:/x.py', f'images/{pid}-1-18ec.so': b'\x7fELF',
+                f'images/{pid}-2-18ec.new': b''}.items():
+            (self.scratch / name).write_bytes(contents)
+
+    def test_all_kinds_of_ended_processes(self):
+        self.fill(self.pid)
+        self.fill(os.getpid())
+        self.assertEqual({name: file['kind'] for name, file in self.left().items()}, {
+            f'perf-{self.pid}.map': 'map', f'jit-{self.pid}.dump': 'dump', f'jitted-{self.pid}-1.so': 'injected',
+            f'{self.pid}-1-18ec.so': 'image', f'{self.pid}-2-18ec.new': 'image'})
+
+    def test_what_is_not_ours_stays(self):
+        pid = self.pid
+        for name, contents in {
+                f'perf-{pid}.map': b'7f00 20 LazyCompile:~f /x.js\n',      # another runtime's
+                f'jit-{pid}.dump': b'py::f',                                # no jitdump
+                f'jitted-{pid}-1.so': b'py::f', f'perf-{pid}.map.txt': b'0 1 py::f', 'perf-x.map': b'0 1 py::f',
+                f'images/{pid}-1-18ec.so': b'my notes', f'images/{pid}.so': b'\x7fELF'}.items():
+            (self.scratch / name).write_bytes(contents)
+        victim = self.write('victim', '0 1 py::f:/x.py\n')
+        (self.scratch / 'perf-2.map').symlink_to(victim)
+        os.mkfifo(self.scratch / f'jit-{pid}1.dump')
+        self.assertEqual(self.left(), {})
+
+    def test_owner(self):
+        self.fill(self.pid)
+        self.assertEqual(self.left(uid=os.geteuid() + 1), {})
+        self.assertEqual(len(self.left(uid=None)), 5)
+
+    def test_age(self):
+        self.fill(self.pid)
+        os.utime(self.scratch / f'perf-{self.pid}.map', (0, time.time() - 100))
+        self.assertEqual([*self.left(older_than=50)], [f'perf-{self.pid}.map'])
+
+    def test_command(self):
+        """The real /tmp: only what this test has put there is looked at."""
+        path = Path(f'/tmp/perf-{self.pid}.map')
+        image = self.directory / f'{self.pid}-1-18ec.so'
+        image.write_bytes(b'\x7fELF')
+        env = os.environ | {'PERF_TRAMPOLINE_DIR': str(self.directory)}
+        path.write_text('7f00 20 py::f:/x.py\n')
+        self.addCleanup(path.unlink, missing_ok=True)
+        os.utime(path, (0, time.time() - 9e8))      # 28 years: older than all that is not ours
+        os.utime(image, (0, time.time() - 9e8))
+        old = ['clean', '--days', '10000']
+        self.assertEqual(cli(*old, '--dry-run', env=env).stdout.split(), sorted([str(image), str(path)]))
+        self.assertTrue(path.exists())
+        found = json.loads(cli(*old, '-n', '--json', env=env).stdout)
+        self.assertEqual({file['kind'] for file in found}, {'map', 'image'})
+        self.assertEqual(cli(*old, '--user', str(os.geteuid() + 1), env=env).stdout, '')
+        self.assertEqual(set(cli('purge', '--days', '10000', env=env).stdout.split()), {str(image), str(path)})
+        self.assertFalse(path.exists() or image.exists())
+        self.assertIn('no user', cli('clean', '--user', 'nobody-of-that-name', status=1).stderr)
 
 
 if __name__ == '__main__':
