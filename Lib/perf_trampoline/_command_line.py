@@ -1,7 +1,7 @@
 """The command line: finds the command's module, and turns what cannot be done into one sentence."""
 
 import argparse
-import importlib
+import importlib.util
 import os
 import sys
 
@@ -13,6 +13,7 @@ COMMANDS = {
     "clean": "remove what recordings left behind",
     "status": "can there be trampolines in this interpreter, and if not, why",
 }
+ATTACHING = "attach", "detach"
 NOT_RUN = 125
 """record's own failure, as of timeout(1) and env(1): other statuses are the program's."""
 EXAMPLES = """\
@@ -43,6 +44,8 @@ def parser(prog, chosen=None):
         command.add_argument("--version", action="version", version=f"perf-trampoline {version()}")
         if chosen in (None, name) or chosen == "purge" and name == "clean":
             importlib.import_module(f"perf_trampoline._{name}").add_arguments(command)
+    if importlib.util.find_spec("perf_trampoline.attaching") and chosen in (None, "", *ATTACHING):
+        importlib.import_module("perf_trampoline.attaching").add_arguments(commands)
     return top
 
 
@@ -62,12 +65,14 @@ def main(arguments):
     sys.setrecursionlimit(20_000)       # a call tree may be a thousand deep
     from perf_trampoline import _interpreter, perf_script
     try:
+        if name in ATTACHING:
+            return importlib.import_module("perf_trampoline.attaching").main(options)
         return importlib.import_module(f"perf_trampoline._{name}").run(options)
     except BrokenPipeError:
         # The reader has seen enough; nothing is to be flushed to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
-    except (_interpreter.Unusable, perf_script.PerfError, ValueError, OSError) as error:
+    except (_interpreter.Unusable, perf_script.PerfError, RuntimeError, ValueError, OSError) as error:
         print(f"{prog} {options.command}: {error}", file=sys.stderr)
         return NOT_RUN if name == "record" else 1
     except KeyboardInterrupt:

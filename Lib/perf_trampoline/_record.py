@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import perf_trampoline
 from perf_trampoline import _interpreter, _profile, _terminal, perf_script
 
 HOTTEST = 10
@@ -65,19 +66,20 @@ def add_arguments(parser):
 def run(options):
     say = (lambda *_: None) if options.quiet or options.json else lambda *words: print(*words, file=sys.stderr)
     program = _program(options)
-    interpreter = _interpreter.Interpreter(_python(options), options.images and os.path.abspath(options.images))
+    interpreter = _running(options) if options.pid else _interpreter.Interpreter(
+        options.python or sys.executable, options.images and os.path.abspath(options.images))
     perf = [options.perf]
     event = options.event or _event(perf)
     call_graph, backend, notes = _choose(options, interpreter, perf, event)
     if options.event:
         perf_script.check(perf, event=event, call_graph=call_graph, clock="mono")
-    env = interpreter.environment(backend)
+    env = dict(os.environ) if options.pid else interpreter.environment(backend)
     target = ["-p", str(options.pid)] if options.pid else ["--", interpreter.executable, *program]
     command = [*perf, "record", "-N", "-o", options.output, "-e", event, "-F", str(options.freq or _frequency(call_graph)),
                "--call-graph", call_graph, *_buffers(perf, backend), *target]
     for note in notes:
         say(f"note: {note}")
-    say(_interpreter.command_line(command, dict(os.environ) if options.pid else env))
+    say(_interpreter.command_line(command, env))
     if options.dry_run:
         return 0
     before = _identity(options.output)
@@ -110,28 +112,36 @@ def _program(options):
     return program
 
 
-def _python(options):
-    """The interpreter that will run, or that runs already."""
-    if not options.pid:
-        return options.python or sys.executable
+def _running(options):
+    """The interpreter of a process, as far as it can be asked; None if not: attach() will say what is wrong with it."""
     try:
-        os.stat(f"/proc/{options.pid}")
-        return options.python or os.readlink(f"/proc/{options.pid}/exe")
+        program = options.python or os.readlink(f"/proc/{options.pid}/exe")
     except FileNotFoundError:
         raise _interpreter.Unusable(f"there is no process {options.pid}") from None
     except PermissionError:
         raise _interpreter.Unusable(f"process {options.pid} is another user's: run this as that user or as root") from None
+    try:
+        return _interpreter.Interpreter(program)
+    except _interpreter.Unusable:
+        return None
 
 
 def _event(perf):
     """The best event that this user may count here; PerfError tells why there is none."""
-    failure = None
+    failure = substitute = None
     for event in EVENTS:
         try:
-            perf_script.check(perf, event=event)
-            return event
+            attributes = perf_script.check(perf, event=event)
         except perf_script.PerfError as error:
             failure = error
+            continue
+        # perf counts something else, or leaves the kernel out, without a word.
+        base, _, user = event.partition(":")
+        if attributes.startswith(base) and ("exclude_kernel: 1" in attributes) == bool(user):
+            return event
+        substitute = substitute or event
+    if substitute:
+        return substitute
     raise failure
 
 
@@ -146,14 +156,16 @@ def _choose(options, interpreter, perf, event):
         if not perf_script.unwinders(perf):
             call_graph = "fp"
             notes.append("this perf has no DWARF unwinder, so stacks need an interpreter with frame pointers")
-        elif interpreter.claims_frame_pointers():
+        elif interpreter and interpreter.claims_frame_pointers():
             number, whole = interpreter.trial(backend or _first(interpreter, "fp"), "fp", perf, event)
             if number and whole >= _interpreter.WHOLE:
                 call_graph = "fp"
             else:
                 notes.append("this interpreter's build asks for frame pointers, "
                              f"but only {whole:.0%} of the stacks of a trial came out whole: copying stacks instead")
-    if backend is None:
+    if interpreter is None:
+        backend = backend or "perf_elf"
+    elif backend is None:
         backend = _first(interpreter, call_graph)
         if backend != "perf_elf":
             notes.append(f"no ELF images: {interpreter.failures['perf_elf']}")
@@ -203,13 +215,11 @@ class _attached:
 
     def __enter__(self):
         if self.pid:
-            try:
-                from perf_trampoline.attach import attach, detach
-            except ImportError:
+            attach, self.detach = getattr(perf_trampoline, "attach", None), getattr(perf_trampoline, "detach", None)
+            if not attach:
                 raise _interpreter.Unusable(
                     "this perf-trampoline cannot attach to a running interpreter: start the program with record, "
-                    "or with -X perf_elf and run perf record -p by hand") from None
-            self.detach = detach
+                    "or with -X perf_elf and run perf record -p by hand")
             attach(self.pid, backend=self.backend)
 
     def __exit__(self, *_):

@@ -70,12 +70,14 @@ def _last_line(noise):
 
 
 def check(perf=('perf',), **how):
-    """Raise PerfError unless perf can record a program of this user, as record() is told to."""
+    """Raise PerfError unless perf can record a program of this user, as record() is told to; its attributes()."""
     if not shutil.which(perf[0]):
         raise PerfError(f'{perf[0]} was not found: install perf (Debian: apt install linux-perf)')
     with tempfile.TemporaryDirectory() as directory:
         try:
-            record(['true'], os.path.join(directory, 'perf.data'), perf=perf, **{'call_graph': 'fp', **how})
+            data = os.path.join(directory, 'perf.data')
+            record(['true'], data, perf=perf, **{'call_graph': 'fp', **how})
+            return attributes(data, perf)
         except PerfError as error:
             try:
                 with open('/proc/sys/kernel/perf_event_paranoid') as setting:

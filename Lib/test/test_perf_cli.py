@@ -23,6 +23,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / 'Tools' / 'perf')]
 
 import perf_script
 import perf_support
+import perf_trampoline
 from perf_trampoline import _clean, _export, _interpreter, _profile, _record
 from perf_trampoline._profile import KERNEL, NATIVE, OTHER, PYTHON, Function
 
@@ -409,6 +410,24 @@ subprocess.run([sys.executable, {str(self.write('child.py', PROGRAM.replace('lar
         self.assertGreater(self.shares()['spin']['total'], 50)
 
 
+class PidTest(WithPerf):
+
+    @unittest.skipUnless(hasattr(perf_trampoline, 'attach'), 'this build cannot attach')
+    def test_a_running_process_is_watched_and_left_as_it_was(self):
+        program = self.write('loop.py', 'print(flush=True)\n' + PROGRAM.replace('range(2)', 'range(1000)'))
+        process = subprocess.Popen([sys._base_executable, program], stdout=subprocess.PIPE)
+        self.addCleanup(process.communicate)
+        self.addCleanup(process.kill)
+        process.stdout.readline()
+        time.sleep(.5)
+        done = self.record('--pid', process.pid, '--duration', 3)
+        self.assertRegex(done.stderr, rf'perf record .*-p {process.pid}\n')
+        shares = self.shares()
+        self.assertAlmostEqual(shares['large']['total'] / shares['small']['total'], 2, delta=.6)
+        self.assertIsNone(process.poll())
+        self.assertFalse(perf_trampoline.detach(process.pid)['active'])
+
+
 class RefusalTest(WithPerf):
     """One sentence that says what to do, and status 125."""
 
@@ -442,7 +461,7 @@ import sys; exec(sys.argv[1])" "$2"
 ''', 0o755)
         self.assertRegex(self.refuse('--python', other, '-c', '0'), r'does not fit it \(\.cpython-399-mips\.so\): install')
 
-    @unittest.skipIf(__import__('importlib.util').util.find_spec('perf_trampoline.attach'), 'this build can attach')
+    @unittest.skipIf(hasattr(perf_trampoline, 'attach'), 'this build can attach')
     def test_a_running_process_when_attaching_is_not_built_in(self):
         self.assertIn('cannot attach', cli('record', '--pid', os.getpid(), '-o', self.data, status=125).stderr)
 
