@@ -285,6 +285,51 @@ class HelpTest(unittest.TestCase):
         self.assertEqual(subprocess.run([script, '--version'], capture_output=True, text=True).stdout, cli('--version').stdout)
 
 
+class DocumentsTest(unittest.TestCase):
+    """The man page and the shell's completion have the options that there are, and no others."""
+
+    MISC = HERE.parents[1] / 'Misc'
+    FOR_ALL = {'-h', '--help', '--version'}
+
+    def options(self):
+        """{command: its options}, the inherited ones of flamegraph included."""
+        commands = {}
+        for name in 'record', 'report', 'flamegraph', 'doctor', 'clean', 'status':
+            parser = argparse.ArgumentParser(description='')
+            __import__('importlib').import_module(f'perf_trampoline._{name}').add_arguments(parser)
+            commands[name] = {option for action in parser._actions for option in action.option_strings} - self.FOR_ALL
+        return commands
+
+    def test_man_page(self):
+        page = (self.MISC / 'perf-trampoline.1').read_text().replace('\\-', '-')
+        for name, text in re.findall(r'(?ms)^\.SS (\w+)\n(.*?)(?=^\.S[SH] )', page):
+            found = {word for word in re.findall(r'(?<![\w-])--?[a-z-]*\w', text, re.I)} - {'-m', '-c'} if name != 'record' \
+                else set(re.findall(r'(?m)^\.(?:BR|BI|B) (-\w|--[\w-]+)', text)) | set(re.findall(r'", " (--[\w-]+)', text))
+            with self.subTest(name):
+                self.assertEqual({word for word in found if word.startswith('--')},
+                                 {word for word in self.options()[name] if word.startswith('--')})
+
+    @unittest.skipUnless(shutil.which('man'), 'man is not installed')
+    def test_man_page_has_no_faults(self):
+        done = subprocess.run(['man', '--warnings', '-l', self.MISC / 'perf-trampoline.1'], capture_output=True, text=True,
+                              env=os.environ | {'LC_ALL': 'C.UTF-8', 'MANWIDTH': '80'})
+        self.assertEqual((done.returncode, done.stderr), (0, ''))
+
+    def complete(self, *words):
+        script = f"""source {self.MISC}/perf-trampoline.bash
+            COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)); _perf_trampoline; printf '%s\\n' "${{COMPREPLY[@]}}" """
+        return set(subprocess.run(['bash', '-c', script, 'bash', 'perf-trampoline', *words], check=True, capture_output=True,
+                                  text=True).stdout.split())
+
+    def test_completion(self):
+        self.assertEqual(self.complete('re'), {'record', 'report'})
+        self.assertEqual(self.complete('report', '--by', ''), {'function', 'file', 'module'})
+        for name, options in self.options().items():
+            with self.subTest(name):
+                self.assertEqual(self.complete(name, '--') | {'--help', '--version'},
+                                 {option for option in options if option.startswith('--')} | {'--help', '--version'})
+
+
 class SplitTest(unittest.TestCase):
 
     def test_what_belongs_to_the_program(self):
@@ -414,7 +459,8 @@ class PidTest(WithPerf):
 
     @unittest.skipUnless(hasattr(perf_trampoline, 'attach'), 'this build cannot attach')
     def test_a_running_process_is_watched_and_left_as_it_was(self):
-        program = self.write('loop.py', 'print(flush=True)\n' + PROGRAM.replace('range(2)', 'range(1000)'))
+        program = self.write('loop.py', 'print(flush=True)\n' + PROGRAM.replace('.4', '.04').replace('.2', '.02')
+                             .replace('range(2)', 'range(10000)'))
         process = subprocess.Popen([sys._base_executable, program], stdout=subprocess.PIPE)
         self.addCleanup(process.communicate)
         self.addCleanup(process.kill)
