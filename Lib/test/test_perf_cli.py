@@ -830,23 +830,28 @@ class CleanTest(Scratch):
         self.assertEqual([*self.left(older_than=50)], [f'perf-{self.pid}.map'])
 
     def test_command(self):
-        """The real /tmp: only what this test has put there is looked at."""
-        path = Path(f'/tmp/perf-{self.pid}.map')
-        image = self.directory / f'{self.pid}-1-18ec.so'
-        image.write_bytes(b'\x7fELF')
-        env = os.environ | {'PERF_TRAMPOLINE_DIR': str(self.directory)}
-        path.write_text('7f00 20 py::f:/x.py\n')
-        self.addCleanup(path.unlink, missing_ok=True)
-        os.utime(path, (0, time.time() - 9e8))      # 28 years: older than all that is not ours
-        os.utime(image, (0, time.time() - 9e8))
-        old = ['clean', '--days', '10000']
-        self.assertEqual(cli(*old, '--dry-run', env=env).stdout.split(), sorted([str(image), str(path)]))
-        self.assertTrue(path.exists())
-        found = json.loads(cli(*old, '-n', '--json', env=env).stdout)
-        self.assertEqual({file['kind'] for file in found}, {'map', 'image'})
-        self.assertEqual(cli(*old, '--user', str(os.geteuid() + 1), env=env).stdout, '')
-        self.assertEqual(set(cli('purge', '--days', '10000', env=env).stdout.split()), {str(image), str(path)})
-        self.assertFalse(path.exists() or image.exists())
+        """In a /tmp of its own, where a wrong step removes nobody's files."""
+        unshare = next(filter(perf_support._can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
+        if unshare is None:
+            self.skipTest('this user cannot mount a /tmp of its own')
+        old, new = f'/tmp/perf-{self.pid}.map', f'/tmp/perf-{self.pid}0000000.map'
+        image = f'/tmp/images/{self.pid}-1-18ec.so'
+
+        def clean(*arguments, command='clean'):
+            """Output, and what is left."""
+            prepare = f"""mount -t tmpfs none /tmp && mkdir /tmp/images && printf '7f00 20 py::f:/x.py\\n' | tee {old} >{new}
+                printf '\\177ELF' >{image}; touch -d '2 days ago' {old} {image}; "$@"; echo; ls -d /tmp/*.map /tmp/images/*"""
+            done = cli(command, *arguments, prefix=[*unshare, 'sh', '-c', prepare, 'sh'], status=None,
+                       env=os.environ | {'PERF_TRAMPOLINE_DIR': '/tmp/images', 'TMPDIR': '/var/tmp'})
+            printed, _, rest = done.stdout.rpartition('\n\n') if '\n\n' in done.stdout else ('', '', done.stdout)
+            return printed, set(rest.split())
+        self.assertEqual(clean('--days', '1', '--dry-run'), (f'{image}\n{old}', {image, old, new}))
+        self.assertEqual(clean('--days', '1'), (f'{image}\n{old}', {new}))
+        self.assertEqual(clean(command='purge'), (f'{image}\n{old}\n{new}', set()))
+        self.assertEqual(clean('--user', os.geteuid() + 1), ('', {image, old, new}))
+        printed, rest = clean('-n', '--json')
+        self.assertEqual([file['kind'] for file in json.loads(printed)], ['image', 'map', 'map'])
+        self.assertEqual(rest, {image, old, new})
         self.assertIn('no user', cli('clean', '--user', 'nobody-of-that-name', status=1).stderr)
 
 
