@@ -62,6 +62,8 @@ def main(arguments):
     if chosen == "record":
         options.program = program
     name = "clean" if options.command == "purge" else options.command
+    for stream in sys.stdout, sys.stderr:
+        stream.reconfigure(errors="backslashreplace")       # names come out of other people's files
     sys.setrecursionlimit(20_000)       # a call tree may be a thousand deep
     from perf_trampoline import _interpreter, perf_script
     try:

@@ -257,13 +257,13 @@ def run(options):
         print(json.dumps({"ok": good, "findings": doctor.findings}, indent=1))
         return 0 if good else 1
     paint = _terminal.painter(sys.stdout)
-    columns = _terminal.width(sys.stdout)
+    columns = _terminal.width(sys.stdout) and max(_terminal.width(sys.stdout), 60)
     styles = {OK: "good", NOTE: "native", PROBLEM: "bad"}
     margin = " " * 22
     for finding in doctor.findings:
         text = finding["text"] + (f"\ncure: {finding['cure']}" if finding["cure"] else "")
-        lines = [line for part in text.split("\n")
-                 for line in (textwrap.wrap(part, max(columns - len(margin), 30)) if columns else [part])]
+        wrap = textwrap.TextWrapper(columns - len(margin), break_on_hyphens=False).wrap if columns else lambda part: [part]
+        lines = [line for part in text.split("\n") for line in wrap(part)]
         print(paint(styles[finding["status"]], f"{finding['status']:8}"), f"{finding['topic']:12}", lines[0])
         for line in lines[1:]:
             print(margin + line)

@@ -140,5 +140,6 @@ def pprof(profile, title):
                           + _field(4, string(function.file))))
     times = [path.sample.time_ns for path in profile.paths]
     out += [_field(10, max(times) - min(times)), _field(11, unit), _field(12, profile.weight // len(profile.paths))]
-    out += [_field(6, text.encode(errors="surrogateescape")) for text in strings]
+    # Readers refuse a string that is no UTF-8.
+    out += [_field(6, text.encode(errors="replace")) for text in strings]
     return gzip.compress(b"".join(out), mtime=0)

@@ -137,7 +137,8 @@ class Interpreter:
     def claims_frame_pointers(self):
         """Does its build say so?  It may be wrong: trial() knows."""
         flags = re.findall(r"-f(?:no-)?omit-frame-pointer|-mbackchain", self.facts["flags"])
-        return (flags[-1:] not in ([], ["-fomit-frame-pointer"]) or self.facts["architecture"] == "ppc64le")
+        # Compilers keep them by default there.
+        return flags[-1:] not in ([], ["-fomit-frame-pointer"]) or self.facts["architecture"] in ("aarch64", "ppc64le")
 
     def trial(self, backend, call_graph, perf=("perf",), event=perf_script.EVENT, seconds=0.3):
         """Record a known program; return (samples, share of them with their whole Python stack)."""

@@ -82,10 +82,14 @@ def run(options):
     say(_interpreter.command_line(command, env))
     if options.dry_run:
         return 0
+    with open(options.output, "ab"):
+        pass        # else perf fails, and silently
     before = _identity(options.output)
     with _attached(options.pid, backend):
         status, seconds = _record(command[:1] + ["record", "-q"] + command[2:], env, options)
     if _identity(options.output) == before or not os.path.getsize(options.output):
+        if not os.path.getsize(options.output):
+            os.unlink(options.output)
         perf_script.check(perf, event=event, call_graph=call_graph)     # it tells why
         raise perf_script.PerfError(f"perf record ended with status {status} and wrote no {options.output}: "
                                     "run the command above by hand to see why")

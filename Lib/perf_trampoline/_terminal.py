@@ -26,7 +26,8 @@ def painter(stream):
 
 
 def cut(text, columns):
-    """At most so many columns (None: all), with a mark where something is missing."""
+    """At most so many columns (None: all), with a mark where something is missing; nothing that moves a terminal."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
     return text if columns is None or len(text) <= columns else text[:columns - 1] + "~" if columns > 0 else ""
 
 

@@ -197,10 +197,21 @@ class ReportTest(Scratch):
         self.assertIn('f0', self.report('--json', stacks=[('python', 7, 1, deep)]))
         self.assertIn('f0', self.report(stacks=[('python', 7, 1, deep)]))
 
+    def test_names_that_would_move_the_terminal(self):
+        shown = self.report(stacks=[('python', 7, 1, [python('f\x1b[2J'), *START])])
+        self.assertIn('f?[2J', shown)
+
+    def test_names_that_are_no_text(self):
+        perf = self.perf_that_prints(('python', 7, 1, [python('f'), *START]))
+        printed = self.scratch / 'printed'
+        printed.write_bytes(printed.read_bytes().replace(b'py::f:', b'py::f\xff:'))
+        arguments = '-i', self.scratch / 'perf.data', '--perf', perf
+        self.assertIn('f\\udcff', cli('report', *arguments).stdout)
+        for form in 'folded', 'speedscope', 'firefox', 'pprof':
+            cli('flamegraph', *arguments, '--format', form)
+
     def test_diff(self):
-        before = self.write('a/perf', '#!/bin/sh\n')
         self.perf_that_prints(*self.STACKS)
-        (self.scratch / 'a').mkdir(exist_ok=True)
         # One perf for two recordings: it looks at the name that follows -i.
         (self.scratch / 'printed').rename(self.scratch / 'printed-A')
         self.write('printed-B', script(('python', 7, 1, [python('leaf'), EVALUATOR, python('main'), *START])))
@@ -450,7 +461,7 @@ subprocess.run([sys.executable, {str(self.write('child.py', PROGRAM.replace('lar
 
     def test_duration(self):
         start = time.monotonic()
-        self.record('--duration', '1', self.write('loop.py', PROGRAM.replace('range(2)', 'range(1000)')))
+        self.record('--duration', '4', self.write('loop.py', PROGRAM.replace('range(2)', 'range(1000)')))
         self.assertLess(time.monotonic() - start, 30)
         self.assertGreater(self.shares()['spin']['total'], 50)
 
@@ -490,6 +501,10 @@ class RefusalTest(WithPerf):
     def test_perf(self):
         self.assertIn('was not found: install perf', self.refuse('--perf', 'no-such-perf', '-c', '0'))
         self.assertIn('perf record', self.refuse('-e', 'no-such-event', '-c', '0'))
+
+    def test_output(self):
+        self.data = self.scratch / 'none/perf.data'
+        self.assertIn(f"No such file or directory: '{self.data}'", self.record('-c', '0', status=125).stderr)
 
     def test_interpreters(self):
         self.assertIn('no interpreter /none', self.refuse('--python', '/none', '-c', '0'))
