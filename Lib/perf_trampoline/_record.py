@@ -200,7 +200,7 @@ def _frequency(call_graph):
 def _buffers(perf, backend):
     """A jitdump needs its clock. Stack copies compress to a hundredth; inject cannot read them so."""
     return [*(["-k", "mono"] if backend == "perf_jit" else ["-z"] if "zstd" in perf_script.features(perf) else []),
-            *(["-m", "16M"] if os.geteuid() == 0 else [])]
+            *perf_script.buffers()]
 
 
 def _identity(path):

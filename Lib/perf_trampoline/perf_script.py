@@ -91,6 +91,19 @@ def check(perf=('perf',), **how):
             raise error
 
 
+def buffers():
+    """Options for perf record: a buffer that holds some hundred copied stacks loses none.
+
+    More than half a MiB is root's privilege; root of a user namespace does not have it.
+    """
+    try:
+        with open('/proc/self/uid_map') as uid_map:
+            is_root = os.geteuid() == 0 and uid_map.read().split() == ['0', '0', str(2 ** 32 - 1)]
+    except OSError:
+        is_root = False
+    return ['-m', '16M'] if is_root else []
+
+
 def record(command, out, *, perf=('perf',), call_graph='dwarf,32768', freq=1000, clock='mono',
            event=EVENT, env=None):
     """Profile a command into the file `out`; return what it wrote to standard output.
@@ -99,10 +112,9 @@ def record(command, out, *, perf=('perf',), call_graph='dwarf,32768', freq=1000,
     'fp' or 'dwarf,BYTES'.
     """
     with tempfile.TemporaryFile() as noise:
-        # -N: no copies of the program's files in ~/.debug. A buffer that holds some hundred copied
-        # stacks loses none; more than half a MiB is root's privilege.
+        # -N: no copies of the program's files in ~/.debug.
         process = _run(perf, 'record', '-N', '-o', out, '-e', event, '-F', freq, '--call-graph', call_graph,
-                       *(['-k', clock] if clock else []), *(['-m', '16M'] if os.geteuid() == 0 else []),
+                       *(['-k', clock] if clock else []), *buffers(),
                        '--', *command, stdout=subprocess.PIPE, stderr=noise, env=os.environ if env is None else env)
         with process:
             output = process.stdout.read().decode(errors='replace')
