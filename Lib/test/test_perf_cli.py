@@ -599,10 +599,13 @@ HAS_VIEWER = os.path.exists(os.path.join(_interpreter.PACKAGE, 'viewer'))
 class PageTest(WithPerf):
     """The page, in a real browser: a script of ours is added that uses it and writes down what it sees."""
 
-    DRIVER = '''<script>addEventListener("load", () => setTimeout(() => {
-        const frames = (drawn) => [...document.querySelectorAll("#chart g.frame")].map(g => [
-            g.__data__.data.name, g.__data__.data.place, +(drawn ? g.querySelector("rect") : g).getAttribute("width")]);
-        const seen = {frames: frames(true), width: document.querySelector("#chart svg").clientWidth, errors};
+    DRIVER = '''<script>
+        // A frame's width is that which its rectangle moves to; in the browser's virtual time the move itself may stand still.
+        const then = next => setTimeout(next, 700);
+        addEventListener("load", () => then(() => {
+        const frames = () => [...document.querySelectorAll("#chart g.frame")].map(g => [
+            g.__data__.data.name, g.__data__.data.place, +g.getAttribute("width")]);
+        const seen = {frames: frames(), width: document.querySelector("#chart svg").clientWidth, errors};
         const input = document.getElementById("search");
         input.value = "SMALL|larg"; input.dispatchEvent(new Event("input"));
         seen.found = document.getElementById("found").textContent;
@@ -611,11 +614,11 @@ class PageTest(WithPerf):
         large.dispatchEvent(new MouseEvent("mouseover", {clientX: 400, clientY: 300, bubbles: true}));
         seen.tip = document.getElementById("tip").innerText;
         large.dispatchEvent(new MouseEvent("click", {bubbles: true}));
-        setTimeout(() => { seen.zoomed = frames(); document.getElementById("reset").click();
-            setTimeout(() => { seen.reset = frames(); seen.legend = document.getElementById("legend").innerText;
+        then(() => { seen.zoomed = frames(); document.getElementById("reset").click();
+            then(() => { seen.reset = frames(); seen.legend = document.getElementById("legend").innerText;
                 const out = document.createElement("pre"); out.id = "seen"; out.textContent = JSON.stringify(seen);
-                document.body.append(out); }, 700) }, 700);
-    }, 900));</script>'''
+                document.body.append(out); }) });
+    }));</script>'''
 
     @unittest.skipUnless(HAS_VIEWER, 'this build has no viewer: make viewer')
     @unittest.skipUnless(shutil.which('chromium'), 'chromium is not installed')
@@ -642,8 +645,9 @@ class PageTest(WithPerf):
             width = sum(width for frame, place, width in seen['frames'] if (frame, place) == (name, 'prog'))
             self.assertAlmostEqual(100 * width / seen['width'], share, delta=1, msg=name)
 
-        self.assertEqual(seen['marked'], 2)
-        self.assertRegex(seen['found'], r'^\d\d\.\d\d % in 2 frames$')
+        # More than two if perf has lost a stack's outer part.
+        self.assertEqual(seen['marked'], sum(name in ('large', 'small') for name, _, _ in seen['frames']))
+        self.assertRegex(seen['found'], rf'^\d\d\.\d\d % in {seen["marked"]} frames$')
         self.assertRegex(seen['tip'], r'(?s)large.*Python · prog.*% of all')
         zoomed, reset = (max(width for frame, _, width in seen[when] if frame == 'large') for when in ('zoomed', 'reset'))
         self.assertGreater(zoomed, .98 * seen['width'])
