@@ -607,7 +607,7 @@ class PageTest(WithPerf):
             g.__data__.data.name, g.__data__.data.place, +g.getAttribute("width")]);
         const seen = {frames: frames(), width: document.querySelector("#chart svg").clientWidth, errors};
         const input = document.getElementById("search");
-        input.value = "SMALL|larg"; input.dispatchEvent(new Event("input"));
+        input.value = "^(SMALL|large) prog$"; input.dispatchEvent(new Event("input"));
         seen.found = document.getElementById("found").textContent;
         seen.marked = document.querySelectorAll('rect[fill="#d633ff"]').length;
         const large = [...document.querySelectorAll("#chart g.frame")].find(g => g.__data__.data.name === "large");
