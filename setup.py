@@ -22,6 +22,9 @@ class configure_and_make(build_ext):
         for command in [SOURCE / "configure", f"--with-python={sys.executable}"], ["make", f"-j{os.cpu_count()}"]:
             if status := subprocess.run(command, cwd=build).returncode:
                 sys.exit(status)
+        # PERF_TRAMPOLINE_VIEWER=1: with the viewer of HTML pages, which npm fetches.
+        if os.environ.get("PERF_TRAMPOLINE_VIEWER") == "1" and (status := subprocess.run(["make", "viewer"], cwd=build).returncode):
+            sys.exit(status)
         [site_packages] = build.glob("lib/python*/site-packages")
         shutil.copytree(site_packages, self.build_lib, dirs_exist_ok=True)
 

@@ -115,7 +115,7 @@ class PerfScriptTest(unittest.TestCase):
         ]
         script = '    71/72    1051.000000009: cpu-clock:u: \n' + ''.join(
             f'\t{frame.ip:16x} {frame.sym} ({frame.dso})\n' for frame in frames)
-        self.assertEqual(self.read(script), [Sample(71, 72, 1051_000000009, frames)])
+        self.assertEqual(self.read(script), [Sample(71, 72, 1051_000000009, frames, event='cpu-clock:u')])
 
     def test_samples_without_a_stack_are_kept(self):
         script = '\n'.join(['  7/7  1.000000001: cpu-clock:u: ', '', '  7/8  1.000000002: cpu-clock:u: ', ''])
