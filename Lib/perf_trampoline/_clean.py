@@ -16,6 +16,7 @@ _IN_TMP = {
     "dump": (re.compile(r"jit-(\d+)\.dump"), (0x4A695444).to_bytes(4, sys.byteorder)),
     "injected": (re.compile(r"jitted-(\d+)-\d+\.so"), b"\x7fELF"),
 }
+_IMAGE = re.compile(r"(\d+)-\d+-[0-9a-f]+\.(?:so|new)"), b"\x7fELF"
 _MARK = b"py::"
 _LOOKED_AT = 1 << 16
 
@@ -43,7 +44,7 @@ def left(uid=None, older_than=0, tmp="/tmp", pids=None):
         own = re.fullmatch(r"(/.*/python-perf-)\d+", directory)
         users = [user.pw_uid for user in pwd.getpwall()] if own and uid is None else [uid] if own else []
         for path in dict.fromkeys([f"{own[1]}{user}" for user in users] if own else [directory]):
-            places.append((path, {"image": (images._IMAGE, b"\x7fELF")}))
+            places.append((path, {"image": _IMAGE}))
     for directory, kinds in places:
         try:
             entries = list(os.scandir(directory))

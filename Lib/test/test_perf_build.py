@@ -197,6 +197,24 @@ class OtherWaysTest(BuildTestCase):
         self.assertEqual(list(self.scratch.glob("venv/**/*perf_trampoline*")), [])
 
 
+class DebianTest(BuildTestCase):
+    @unittest.skipUnless(shutil.which("dpkg-buildpackage") and shutil.which("lintian"), "no dpkg-dev and lintian")
+    def test_package_builds_and_lintian_has_no_error(self):
+        if PYTHON.parent != Path("/usr/bin"):
+            self.skipTest("the package is for Debian's interpreters")
+        run("dpkg-buildpackage", "-us", "-uc", "-b", cwd=self.source)
+        changes, = self.scratch.glob("*.changes")
+        self.assertNotRegex(run("lintian", "--allow-root", "--fail-on", "error", changes, cwd=self.scratch), "(?m)^[EW]:")
+        package, = self.scratch.glob("python3-perf-trampoline_*.deb")
+        run("dpkg", "-x", package, "root", cwd=self.scratch)
+        root = self.scratch / "root/usr"
+        self.assertEqual((root / "bin/perf-trampoline").read_text().splitlines()[0], "#!/usr/bin/python3")
+        self.assertIn("can there be trampolines", run(
+            PYTHON, root / "bin/perf-trampoline", "--help", cwd=self.scratch, PYTHONPATH=str(root / "lib/python3/dist-packages")))
+        run("fakeroot", "debian/rules", "clean", cwd=self.source)
+        self.assertFalse([name for name in os.listdir(self.source) if name.startswith("build-")])
+
+
 class UnsupportedTest(BuildTestCase):
     def test_unknown_architecture_builds_with_the_feature_off(self):
         """The compiler claims to be for each of these, then compiles for this machine."""
