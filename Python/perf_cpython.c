@@ -8,8 +8,9 @@
 
 #ifdef _PyPerf_IN_CPYTHON
 
-/* Called by some versions, declared by others. */
+/* Not declared in every version. */
 extern void _PyPerfTrampoline_FreeArenas(void);
+extern _PyPerf_Callbacks *_PyPerf_FindCallbacks(const char *backend);
 
 #ifndef _PyPerf_STUBS
 
@@ -88,7 +89,7 @@ _PyPerf_Callbacks _Py_perfmap_jit_callbacks = {jitdump_init, jitdump_write, free
 _PyPerf_Callbacks _Py_perf_elf_callbacks = {elf_init, elf_write, free_state};
 
 static const struct {
-    const _PyPerf_Callbacks *callbacks;
+    _PyPerf_Callbacks *callbacks;
     const _PyPerf_Backend *backend;
 } choices[] = {
     {&_Py_perfmap_callbacks, &_PyPerf_map_backend},
@@ -100,6 +101,18 @@ static struct {
     int choice;                 /* -1: none yet */
     int persist_after_fork;
 } state = {.choice = -1};
+
+/* Of the backend of this name, or NULL. */
+_PyPerf_Callbacks *
+_PyPerf_FindCallbacks(const char *backend)
+{
+    for (size_t i = 0; i < Py_ARRAY_LENGTH(choices); i++) {
+        if (strcmp(choices[i].backend->name, backend) == 0) {
+            return choices[i].callbacks;
+        }
+    }
+    return NULL;
+}
 
 /* A program that is started with -X perf starts, whatever becomes of its profile. */
 static int
