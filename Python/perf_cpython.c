@@ -10,7 +10,6 @@
 
 /* Not declared in every version. */
 extern void _PyPerfTrampoline_FreeArenas(void);
-extern _PyPerf_Callbacks *_PyPerf_FindCallbacks(const char *backend);
 
 #ifndef _PyPerf_STUBS
 
@@ -102,7 +101,6 @@ static struct {
     int persist_after_fork;
 } state = {.choice = -1};
 
-/* Of the backend of this name, or NULL. */
 _PyPerf_Callbacks *
 _PyPerf_FindCallbacks(const char *backend)
 {

@@ -158,7 +158,6 @@ def makefile(text, headers):
     text = re.sub(r"^\s+Python/(?:perf_jit_trampoline|jit_unwind|trampoline_ehframe\w*)\.o \\\n", "", text, flags=re.M)
     listed = only(r"^(\s+)Python/perf_trampoline\.o \\\n", text, f"{what}: Python/perf_trampoline.o in a list")
     text = replace(text, listed, "".join(f"{listed[1]}{name} \\\n" for name in objects))
-    only(r"^.*@PERF_TRAMPOLINE_OBJ@", text, f"{what}: @PERF_TRAMPOLINE_OBJ@")
 
     text = re.sub(r"^(?:Python/jit_unwind\.o|\S*trampoline_ehframe\S*):.*\n(?:\t.*\n)*\n?", "", text, flags=re.M)
     rules = list(re.finditer(r"^Python/asm_trampoline\w*\.o:.*\n(?:\t.*\n)+\n?", text, re.M))
@@ -166,6 +165,8 @@ def makefile(text, headers):
         raise Refusal(f"{what}: no rule for Python/asm_trampoline*.o")
     for rule in reversed(rules):
         text = replace(text, rule, MAKE_OBJECT + "\n" if rule is rules[0] else "")
+
+    only(r"^.*@PERF_TRAMPOLINE_OBJ@", text, f"{what}: @PERF_TRAMPOLINE_OBJ@")
 
     known = only(r"^PYTHON_HEADERS\s*=.*\\\n((?:.*\\\n)*.*\n)", text, f"{what}: PYTHON_HEADERS")
     lines = known[1].splitlines(keepends=True)
@@ -187,7 +188,14 @@ def makefile(text, headers):
     return text
 
 
+def include(text, what):
+    """The core's header behind the one that has CPython's declarations."""
+    line = only(r'^#include "pycore_ceval\.h".*\n', text, f"{what}: the inclusion of pycore_ceval.h")
+    return replace(text, line, line[0] + '#include "pycore_perf_trampoline.h"\n')
+
+
 def sysmodule(text):
+    text = include(text, "sysmodule.c")
     begin, end = body(text, "sys_activate_stack_trampoline_impl", "sysmodule.c")
     inside = text[begin:end]
     first = only(r"^ *if \(strcmp\(backend, \"perf\"\) == 0\) \{\n", inside, "sysmodule.c: the choice of a backend")
@@ -199,6 +207,7 @@ def sysmodule(text):
 
 
 def pylifecycle(text):
+    text = include(text, "pylifecycle.c")
     other = only(r"^( *)else \{\n *(\w+) = &_Py_perfmap_jit_callbacks;\n", text, "pylifecycle.c: the choice of callbacks")
     indent, variable = other.groups()
     return replace(text, other, f"{indent}else if (config->perf_profiling == 3) {{\n"
@@ -215,11 +224,6 @@ def initconfig(text):
     text = text[:begin] + inside[:done.start()] + CONFIG + inside[done.start():] + text[end:]
     usage = only(r"^-X perf_jit: ", text, "initconfig.c: the usage of -X perf_jit")
     return text[:usage.start()] + USAGE + text[usage.start():]
-
-
-def ceval_header(text):
-    declared = only(r"^extern _PyPerf_Callbacks _Py_perfmap_callbacks;\n", text, "pycore_ceval.h: the map's callbacks")
-    return replace(text, declared, declared[0] + "extern _PyPerf_Callbacks *_PyPerf_FindCallbacks(const char *backend);\n")
 
 
 def project(text, what):
@@ -359,7 +363,6 @@ def plan(tree, configure=True):
     tree.edit("Python/sysmodule.c", sysmodule)
     tree.edit("Python/pylifecycle.c", pylifecycle)
     tree.edit("Python/initconfig.c", initconfig)
-    tree.edit("Include/internal/pycore_ceval.h", ceval_header)
     tree.edit("Tools/c-analyzer/cpython/ignored.tsv", analyzer)
     for path in [f"PCbuild/{name}.vcxproj{suffix}" for name in ("pythoncore", "_freeze_module") for suffix in ("", ".filters")]:
         tree.edit(path, project, path)
