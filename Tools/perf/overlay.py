@@ -39,12 +39,30 @@ REPLACED = re.compile(r"Python/(asm_trampoline\w*\.[Sh]|perf_trampoline\.c|perf_
 # How the parts of CPython that stay, and ours, call each other.
 SHARED = re.compile(r"\b(_PyPerf\w*_\w+|_Py_perf\w*|_PyIsPerf\w+|_PyJitUnwind_\w+|_Py_jit_debug\w*|_Py_trampoline\w+)\b")
 
-# The variables that no check is to complain about: Tools/c-analyzer knows a type's const only at its outside.
+# Of Tools/c-analyzer: the variables whose declarations it can read, and the files in which it fails at some.
 GLOBALS = """\
 jit_unwind.c - template
-jit_unwind.c - _Py_trampoline_func_start
-jit_unwind.c - _Py_trampoline_func_end
+perf_cpython.c - _Py_perfmap_callbacks
+perf_cpython.c - _Py_perfmap_jit_callbacks
+perf_cpython.c - _Py_perf_elf_callbacks
+perf_cpython.c - choices
+perf_cpython.c - state
+perf_map.c - map_file
+perf_map.c - size_field
+perf_map.c - parents_path
+perf_map.c map_publish name
+perf_map.c - _PyPerf_map_backend
+perf_jit_trampoline.c - dump_file
+perf_jit_trampoline.c - marker
+perf_jit_trampoline.c - code_index
+perf_jit_trampoline.c - code_size
+perf_jit_trampoline.c - unwinding_size
+perf_jit_trampoline.c - mapped_size
+perf_jit_trampoline.c jitdump_publish name
+perf_jit_trampoline.c jitdump_publish path
+perf_jit_trampoline.c - _PyPerf_jitdump_backend
 """
+UNREADABLE = ("perf_elf_image", "perf_file", "perf_trampoline")
 
 CONFIGURE = """\
 AC_MSG_CHECKING([perf trampoline])
@@ -241,6 +259,11 @@ def analyzer(text):
     return text.replace("\0", ours, 1).replace("\0", "")
 
 
+def analyzer_parser(text):
+    excluded = only(r"^EXCLUDED = clean_lines\('{3}\n", text, "_parser.py: the files that are left out")
+    return replace(text, excluded, excluded[0] + "".join(f"Python/{name}.c\n" for name in UNREADABLE))
+
+
 # --- The tree ---
 
 def digest(data):
@@ -364,6 +387,7 @@ def plan(tree, configure=True):
     tree.edit("Python/pylifecycle.c", pylifecycle)
     tree.edit("Python/initconfig.c", initconfig)
     tree.edit("Tools/c-analyzer/cpython/ignored.tsv", analyzer)
+    tree.edit("Tools/c-analyzer/cpython/_parser.py", analyzer_parser)
     for path in [f"PCbuild/{name}.vcxproj{suffix}" for name in ("pythoncore", "_freeze_module") for suffix in ("", ".filters")]:
         tree.edit(path, project, path)
     news = next((ROOT / "Misc/NEWS.d/next").rglob("*.rst"), None)
