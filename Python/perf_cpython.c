@@ -166,6 +166,15 @@ list_directories(char *list)
            : NULL;
 }
 
+#ifdef _PyPerf_HAVE_JIT_CODE
+/* The JIT would name its code in our dump, but is never on together with a trampoline. */
+void
+_PyPerfJit_WriteNamedCode(const void *Py_UNUSED(code_addr), size_t Py_UNUSED(code_size), const char *Py_UNUSED(entry),
+                          const char *Py_UNUSED(filename))
+{
+}
+#endif
+
 #endif
 
 int

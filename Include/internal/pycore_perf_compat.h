@@ -35,7 +35,7 @@
 #  include "pycore_ceval.h"         /* _PyPerf_Callbacks */
 #  include "pycore_interp.h"        /* _PyInterpreterState_GetConfig() */
 #  if PY_VERSION_HEX >= 0x030f0000
-#    include "pycore_jit_unwind.h"
+#    define _PyPerf_HAVE_JIT_CODE 1
 typedef size_t _PyPerf_CallbackSize;
 #  else
 typedef unsigned int _PyPerf_CallbackSize;

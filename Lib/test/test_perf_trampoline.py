@@ -646,7 +646,7 @@ import multiprocessing, os, sys
 def work(n):
     return os.getpid(), n * n, sys.is_stack_trampoline_active()
 if __name__ == '__main__':
-    with multiprocessing.get_context(sys.argv[1]).Pool(2, sys.activate_stack_trampoline) as pool:
+    with multiprocessing.get_context(sys.argv[1]).Pool(2, sys.activate_stack_trampoline, ('perf',)) as pool:
         workers = [process.pid for process in multiprocessing.active_children()]
         results = pool.map(work, range(20))
         pool.close(); pool.join()
