@@ -20,6 +20,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import perf_support
 from perf_support import FULL, SOURCE
 
 import archs
@@ -475,3 +476,137 @@ class CoreTest(unittest.TestCase):
                     symbols = self.compile(version, '-include', 'pyconfig.h', '-include', undefine.name)
                     self.assertEqual(symbols.pop('Python/perf_cpython.c'), self.ENTRY_POINTS)
                     self.assertEqual(set().union(*symbols.values()), set())
+
+
+def prepared(kind):
+    try:
+        return intree.build(kind)
+    except roots.Unavailable as reason:
+        raise unittest.SkipTest(str(reason)) from None
+
+
+def skips(output):
+    return set(re.findall(r"(?m)^(test_\w+) \(.*\.\.\. skipped", output))
+
+
+# What an installed interpreter gets from the package's start-up line, arguments and status, and CPython has not.
+NOT_IN_CPYTHON = '''
+    test_ignored_environment test_isolated_mode test_nothing_is_imported_when_nothing_is_switched_on
+    test_interpreters_own_stays_where_it_is_wanted test_option_goes_before_variable test_default_backend_is_the_map
+    test_functions_are_there_without_an_import test_wrong_arguments_raise_as_in_cpython
+'''.split()
+
+ALL_BACKENDS = '''
+import sys, types
+def functions(prefix):
+    plain = (lambda: None).__code__
+    return [types.FunctionType(plain.replace(co_name='f', co_qualname=f'{prefix}_{i}'), {}) for i in range(3000)]
+for backend in 'perf', 'perf_jit', 'perf_elf':
+    sys.activate_stack_trampoline(backend)
+    assert sys.is_stack_trampoline_active(), backend
+    for function in functions(backend):
+        function()
+    sys.deactivate_stack_trampoline()
+    assert not sys.is_stack_trampoline_active(), backend
+'''
+
+SIXTEEN_THREADS = '''
+import sys, threading, types
+assert not sys._is_gil_enabled()
+plain = (lambda: None).__code__
+sys.activate_stack_trampoline('perf')
+barrier = threading.Barrier(16)
+shared = [types.FunctionType(plain.replace(co_name='f', co_qualname=f'shared_{i}'), {}) for i in range(500)]
+def work(number):
+    own = [types.FunctionType(plain.replace(co_name='f', co_qualname=f'own_{number}_{i}'), {}) for i in range(1500)]
+    barrier.wait()
+    for i, function in enumerate(own):
+        function()
+        shared[i % 500]()
+    keep.append(own)
+keep = []
+threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+'''
+
+
+@unittest.skipUnless(FULL, 'PERF_TRAMPOLINE_FULL is not 1')
+class InTreeTest(unittest.TestCase):
+    """CPython 3.13, built with the overlay."""
+
+    def run_tests(self, build, *names, **options):
+        done = build.run('-m', 'test', '-v', *names, **options)
+        self.assertEqual(done.returncode, 0, done.stdout[-5000:])
+        return done.stdout
+
+    def test_its_own_tests_of_the_trampoline(self):
+        names = 'test_perf_profiler', 'test_perfmaps'
+        ours = self.run_tests(prepared('native'), *names)
+        plain = self.run_tests(prepared('plain'), *names)
+        self.assertEqual(re.findall(r'(?m)^Ran (\d+) tests?', ours), re.findall(r'(?m)^Ran (\d+) tests?', plain))
+        self.assertLessEqual(skips(ours), skips(plain))
+
+    def test_its_tests_of_what_is_near(self):
+        self.run_tests(prepared('native'), 'test_sys', 'test_embed', 'test_code', 'test_fork1', 'test_threading')
+
+    def test_our_tests(self):
+        build = prepared('native')
+        path = [SOURCE / 'Lib/test/perfdata/intree', '/usr/lib/python3/dist-packages']
+        names = 'test_perf_map', 'test_perf_jitdump', 'test_perf_trampoline'
+        program = f'''
+import sys, unittest
+sys.path.insert(0, {str(SOURCE / 'Lib/test')!r})
+def tests(suite):
+    for test in suite:
+        yield from tests(test) if isinstance(test, unittest.TestSuite) else [test]
+suite = unittest.defaultTestLoader.loadTestsFromNames({names!r})
+chosen = unittest.TestSuite(test for test in tests(suite) if test.id().rpartition('.')[2] not in {NOT_IN_CPYTHON!r})
+sys.exit(not unittest.TextTestRunner(verbosity=2).run(chosen).wasSuccessful())
+'''
+        done = build.run('-c', program, program='python-status', cwd=SOURCE / 'Lib/test',
+                         env=build.env | {'PYTHONPATH': os.pathsep.join(map(str, path))})
+        self.assertEqual(done.returncode, 0, done.stdout[-5000:])
+
+    def test_its_checks(self):
+        build = prepared('native')
+        def contents():
+            return {path: path.read_bytes() for path in build.source.rglob('*') if path.is_file()
+                    and '__pycache__' not in path.parts}
+        before = contents()
+        for target in 'smelly', 'regen-all':
+            done = subprocess.run(['make', target], cwd=build.build, env=build.env, text=True, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT)
+            self.assertEqual(done.returncode, 0, done.stdout[-3000:])
+        after = contents()
+        self.assertEqual([path for path in after if after[path] != before.get(path)], [])
+        # The analyzer wants a tree with pyconfig.h in it.
+        shutil.copy(build.build / 'pyconfig.h', build.source)
+        try:
+            for source in overlay.SOURCES:
+                done = build.run('Tools/c-analyzer/check-c-globals.py', '--format', 'summary', source, cwd=build.source)
+                self.assertIn('total failures: 0', done.stdout)
+        finally:
+            (build.source / 'pyconfig.h').unlink()
+
+    def test_sixteen_threads_without_the_gil(self):
+        """Every function has its line in the map, and a slot of its own."""
+        build = prepared('nogil')
+        process = subprocess.Popen([*build.command(), '-c', SIXTEEN_THREADS], cwd=build.build, env=build.env)
+        self.addCleanup(perf_support.remove_files, process.pid)
+        self.assertEqual(process.wait(), 0)
+        entries = [(name, start) for start, _, name in perf_support.map_entries(process.pid)
+                   if re.match(r'py::(own|shared)_', name)]
+        expected = [f'shared_{i}' for i in range(500)] + [f'own_{n}_{i}' for n in range(16) for i in range(1500)]
+        self.assertEqual(sorted(name for name, _ in entries), sorted(f'py::{name}:<string>' for name in expected))
+        self.assertEqual(len({start for _, start in entries}), len(entries))
+
+    def test_other_architectures_under_an_emulator(self):
+        for name in 's390x', 'riscv64':
+            with self.subTest(name):
+                done = prepared(name).run('-c', ALL_BACKENDS)
+                self.assertEqual((done.returncode, done.stdout), (0, ''))
+
+
+if __name__ == '__main__':
+    unittest.main()
