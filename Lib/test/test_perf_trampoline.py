@@ -273,7 +273,7 @@ import time; time.sleep(0.1)
         self.check_each_backend('''
 import signal
 deactivate()
-def handler(*_): (deactivate if sys.is_stack_trampoline_active() else activate)()
+def handler(*_): deactivate() if sys.is_stack_trampoline_active() else activate('perf')
 signal.signal(signal.SIGALRM, handler)
 signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
 def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
