@@ -114,20 +114,20 @@ _PyPerf_FindCallbacks(const char *backend)
 
 /* A program that is started with -X perf starts, whatever becomes of its profile. */
 static int
-refuse(const char *why, const char *what)
+refuse(const char *format, const char *what)
 {
     if (!Py_IsInitialized()) {
-        _PyPerf_Fail("%s: %s", why, what);
+        _PyPerf_Fail(format, what);
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "%s: %s", why, what);
+    PyErr_Format(PyExc_ValueError, format, what);
     return -1;
 }
 
 #define LIST_SIZE (3 * PATH_MAX)
 
-/* Where images are made, as Lib/perf_trampoline/images.py has it for installed interpreters. Returns why not there, or
-   NULL. */
+/* Where images are made, as Lib/perf_trampoline/images.py has it for installed interpreters. Returns why not there, for
+   printf, or NULL. */
 static const char *
 list_directories(char *list)
 {
@@ -161,9 +161,9 @@ list_directories(char *list)
     bool is_relative = *chosen != '/' && getcwd(here, sizeof(here)) != NULL;
     snprintf(list, LIST_SIZE, "%s%s%s", here, is_relative ? "/" : "", chosen);
     PyMem_Free(encoded);
-    return strchr(list, ':') != NULL ? "a directory for images cannot have a colon in its name"
-           : strncmp(list, "/tmp/perf-", 10) == 0 ? "perf reads no images in a directory that begins with /tmp/perf-"
-           : NULL;
+    return strchr(list, ':') != NULL ? "a directory for images cannot have a colon in its name: %s"
+           : strncmp(list, "/tmp/perf-", 10) == 0
+           ? "perf reads no images in %s: choose a directory that does not begin with /tmp/perf-" : NULL;
 }
 
 #ifdef _PyPerf_HAVE_JIT_CODE
@@ -216,7 +216,7 @@ _PyPerfTrampoline_Init(int activate)
         return 0;
     }
     if (_PyPerf_GetTemplate(&reason) == NULL) {
-        return refuse("perf trampoline not available", reason);
+        return refuse("perf trampoline not available: %s", reason);
     }
     const _PyPerf_Backend *backend = state.choice < 0 ? &_PyPerf_map_backend : choices[state.choice].backend;
     if (backend == &_PyPerf_elf_backend) {

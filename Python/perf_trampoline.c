@@ -892,6 +892,12 @@ _PyPerfTrampoline_Activate(const _PyPerf_Backend *ops)
     if (status < 0) {
         return -1;
     }
+#ifdef Py_GIL_DISABLED
+    /* A code object's extras must not move while another thread reads them: take all the room before there is a first. */
+    for (size_t i = 0; i < NUM_BACKENDS; i++) {
+        (void)request_index(interp, &backends[i]);
+    }
+#endif
     if (request_index(interp, backend) < 0) {
         return _PyPerf_Fail("code objects of this interpreter have no room for one more extra");
     }

@@ -82,7 +82,7 @@ regen-all: regen-this \\
 \tregen-that
 \t@echo done
 
-regen-this:
+regen-this regen-that:
 \ttrue
 
 {rules}
@@ -384,6 +384,11 @@ class RefusalTest(MiniatureTest):
         (self.at / 'Python/initconfig.c').unlink()
         self.assertRefused('Python/initconfig.c is missing')
 
+    def test_jit_that_calls_what_the_core_does_not_have(self):
+        self.make('3.15')
+        (self.at / 'Python/jit_publish.c').write_text('f(_PyJitUnwind_GdbRegisterCode());\n')
+        self.assertRefused('jit_publish.c calls _PyJitUnwind_GdbRegisterCode, which the core does not have')
+
     def test_no_cpython_tree(self):
         self.at.mkdir()
         self.assertRefused('is not a CPython source tree')
@@ -440,7 +445,7 @@ def headers(version):
 class CoreTest(unittest.TestCase):
     """The core's files, compiled as CPython compiles its own, against the headers of each version."""
 
-    VERSIONS = ('3.13', '3.14', '3.15') if FULL else ('3.13', '3.15')
+    VERSIONS = ('3.13', '3.14', '3.15') if FULL else ('3.15',)
 
     def compile(self, version, *flags):
         """{source: its object's defined symbols}"""
@@ -494,6 +499,7 @@ NOT_IN_CPYTHON = '''
     test_ignored_environment test_isolated_mode test_nothing_is_imported_when_nothing_is_switched_on
     test_interpreters_own_stays_where_it_is_wanted test_option_goes_before_variable test_default_backend_is_the_map
     test_functions_are_there_without_an_import test_wrong_arguments_raise_as_in_cpython
+    test_activation_removes_what_is_a_week_old
 '''.split()
 
 ALL_BACKENDS = '''
@@ -559,7 +565,7 @@ class InTreeTest(unittest.TestCase):
     def test_our_tests(self):
         build = prepared('native')
         path = [SOURCE / 'Lib/test/perfdata/intree', '/usr/lib/python3/dist-packages']
-        names = 'test_perf_map', 'test_perf_jitdump', 'test_perf_trampoline'
+        names = 'test_perf_map', 'test_perf_jitdump', 'test_perf_trampoline', 'test_perf_elf_image'
         program = f'''
 import sys, unittest
 sys.path.insert(0, {str(SOURCE / 'Lib/test')!r})
