@@ -103,7 +103,8 @@ def _configure(kind, arch, env):
     return [*command, f"--host={arch.triplet}", f"--build={archs.host().triplet}",
             f"--with-build-python={build('native').build / 'python'}", "--disable-test-modules",
             f"CFLAGS={' '.join(arch.chain_cflags)}", "PKG_CONFIG_LIBDIR=/nonexistent", "CONFIG_SITE=/dev/null",
-            "ac_cv_file__dev_ptmx=yes", "ac_cv_file__dev_ptc=no", "ac_cv_buggy_getaddrinfo=no", *missing]
+            "ac_cv_file__dev_ptmx=yes", "ac_cv_file__dev_ptc=no", "ac_cv_buggy_getaddrinfo=no",
+            "LIBATOMIC=-l:libatomic.a", *missing]
 
 
 STATUS_CONFIG = """
