@@ -7,7 +7,7 @@ set -eu
 version=$1 root=$2 program=$3
 source=$(cd "$(dirname "$0")/../.." && pwd)
 include=$root/usr/include libraries=$root/usr/lib/x86_64-linux-gnu
-variables=$(echo "$root/usr/lib/python$version"/_sysconfigdata_*.py)
+variables=$(echo "$root/usr/lib/python$version"/_sysconfigdata__linux_*.py)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
