@@ -281,7 +281,7 @@ int
 PyUnstable_PerfTrampoline_CompileCode(PyCodeObject *code)
 {
 #ifndef _PyPerf_STUBS
-    _PyPerfTrampoline_RegisterCode(code);
+    (void)_PyPerfTrampoline_NameCode(code, NULL);
 #endif
     return 0;
 }

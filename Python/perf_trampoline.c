@@ -977,17 +977,6 @@ _PyPerfTrampoline_SetFilter(const char *patterns)
     return 0;
 }
 
-void
-_PyPerfTrampoline_RegisterCode(PyCodeObject *code)
-{
-    struct interp *interp = find_interp(PyInterpreterState_Get());
-    if (interp != NULL && interp->active && _PyPerf_CodeExtraAt(code, active_index) == NULL
-        && register_code(interp, code) == NULL && active_backend->failed)
-    {
-        _PyPerfTrampoline_Deactivate();
-    }
-}
-
 int
 _PyPerfTrampoline_OpenFiles(const _PyPerf_Backend *ops)
 {

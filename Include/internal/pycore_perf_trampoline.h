@@ -130,9 +130,6 @@ extern void _PyPerfTrampoline_AfterForkChild(const _PyPerf_Backend *inherited);
 /* In the child: begin its map with the parent's entries. */
 extern int _PyPerfMap_Inherit(void);
 
-/* Name `code` before its first call, if the trampoline is on. */
-extern void _PyPerfTrampoline_RegisterCode(PyCodeObject *code);
-
 /* For code memory that is not ours: have the backend's files open; tell that a trampoline at `address` runs `code`; give
    the files their final length. */
 extern int _PyPerfTrampoline_OpenFiles(const _PyPerf_Backend *backend);

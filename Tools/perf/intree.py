@@ -133,10 +133,12 @@ def _link_status(it, arch):
     for command in (["sh", "-ec", STATUS_CONFIG],
                     [*compiler, "-O2", "-g", "-DPy_BUILD_CORE", *include, "-c", "status-config.c"],
                     [*compiler, "-O2", "-g", "-DPy_BUILD_CORE_BUILTIN", *include, "-c", module, "-o", "status-module.o"],
+                    [*compiler, "-O2", "-g", "-DPy_BUILD_CORE_BUILTIN", *include, "-c",
+                     overlay.ROOT / "Python/perf_existing.c", "-o", "status-existing.o"],
                     ["cp", next(it.build.glob("libpython*.a")), "status.a"],
                     [ar, "d", "status.a", "config.o"],
                     [compiler[-1], "-Wl,-export-dynamic", "-o", program.name, "Programs/python.o", "status-config.o",
-                     "status-module.o", "-Wl,--whole-archive", "status.a", "-Wl,--no-whole-archive", *libraries, "-lm"]):
+                     "status-module.o", "status-existing.o", "-Wl,--whole-archive", "status.a", "-Wl,--no-whole-archive", *libraries, "-lm"]):
         _run(command, it.build, it.env)
 
 

@@ -28,7 +28,7 @@ import archs
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ".perf-overlay"
-SOURCES = [f"Python/{name}.c" for name in ("jit_unwind", "perf_cpython", "perf_elf_image", "perf_file",
+SOURCES = [f"Python/{name}.c" for name in ("jit_unwind", "perf_cpython", "perf_elf_image", "perf_file", "perf_filter",
                                            "perf_jit_trampoline", "perf_map", "perf_trampoline")]
 HEADERS = [f"Include/internal/pycore_{name}.h" for name in
            ("asm_trampoline", "perf_compat", "perf_eh_frame_generated", "perf_jitdump", "perf_trampoline")]
