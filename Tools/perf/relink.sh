@@ -21,7 +21,7 @@ echo 'int Py_BytesMain(int, char **); int main(int c, char **v) { return Py_Byte
 
 cp "$libraries/libpython$version.a" theirs.a
 ar d theirs.a asm_trampoline.o perf_trampoline.o perf_jit_trampoline.o
-libs=$(sed -n "s/^ *'\(LIBS\|MODLIBS\)': '\([^']*\)'.*/\2/p" "$variables" | tr -d '\\\n' | sed 's/-lzstd/-l:libzstd.so.1/g')
+libs=$(sed -n "s/^ *'\(LIBS\|MODLIBS\)': '\([^']*\)'.*/\2/p" "$variables" | tr '\\\n' '  ' | sed 's/-lzstd/-l:libzstd.so.1/g')
 gcc -no-pie --sysroot="$root" -B"$libraries" -Wl,-export-dynamic -o "$program" *.o \
     -Wl,--whole-archive theirs.a -Wl,--no-whole-archive -L"$libraries" -Wl,-rpath-link,"$libraries" -lexpat -lz $libs -lm \
     -Wl,--unresolved-symbols=ignore-in-object-files
