@@ -82,7 +82,7 @@ PyDoc_STRVAR(after_fork_child_doc,
 static PyObject *
 perf_after_fork_child(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
 {
-    _PyPerfTrampoline_AfterForkChild();
+    _PyPerfTrampoline_AfterForkChild(NULL);
     Py_RETURN_NONE;
 }
 
@@ -323,26 +323,10 @@ static PyMethodDef perf_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static void
-forget_interpreter(PyObject *capsule)
-{
-    _PyPerfTrampoline_ForgetInterpreter(PyCapsule_GetPointer(capsule, NULL));
-}
-
-/* A module may be dropped and imported again; only the interpreter's own dictionary lives as long as it. */
 static int
 perf_exec(PyObject *Py_UNUSED(module))
 {
-    PyInterpreterState *interp = PyInterpreterState_Get();
-    PyObject *dict = PyInterpreterState_GetDict(interp);
-    const char *key = "_perf_trampoline";
-    if (dict == NULL || PyDict_GetItemString(dict, key) != NULL) {
-        return 0;
-    }
-    PyObject *capsule = PyCapsule_New(interp, NULL, forget_interpreter);
-    int status = capsule == NULL ? -1 : PyDict_SetItemString(dict, key, capsule);
-    Py_XDECREF(capsule);
-    return status;
+    return _PyPerfTrampoline_WatchInterpreter();
 }
 
 static PyModuleDef_Slot perf_slots[] = {

@@ -107,7 +107,7 @@ elf_init_ehframe_hdr_perf(uint8_t *eh_frame_hdr, int32_t hdr_offset, const _PyPe
     }
 }
 
-#else
+#elif !defined(_PyPerf_STUBS)
 
 const _PyPerf_Template *
 _PyPerf_GetTemplate(const char **out_reason)

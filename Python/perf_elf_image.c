@@ -23,6 +23,8 @@
 
 #include "pycore_perf_trampoline.h"
 
+#ifndef _PyPerf_STUBS
+
 #include <dlfcn.h>
 #include <elf.h>
 #include <errno.h>
@@ -639,3 +641,5 @@ const _PyPerf_Backend _PyPerf_elf_backend = {
     .close = elf_close,
     .path = elf_path,
 };
+
+#endif

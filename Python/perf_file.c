@@ -13,6 +13,8 @@
 
 #include "pycore_perf_trampoline.h"
 
+#ifndef _PyPerf_STUBS
+
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -370,3 +372,5 @@ _PyPerfFile_AfterFork(_PyPerf_File *file)
 {
     *file = (_PyPerf_File){0};
 }
+
+#endif

@@ -7,6 +7,8 @@
 
 #include "pycore_perf_trampoline.h"
 
+#ifndef _PyPerf_STUBS
+
 #include <fnmatch.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -152,3 +154,5 @@ _PyPerfFilter_Wants(const char *patterns, PyCodeObject *code, PyObject *globals)
     }
     return wanted;
 }
+
+#endif

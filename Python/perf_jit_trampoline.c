@@ -8,6 +8,9 @@
    of the first record, is stored last. Until then a reader finds the zero that ends a dump. */
 
 #include "pycore_perf_trampoline.h"
+
+#ifndef _PyPerf_STUBS
+
 #include "pycore_perf_jitdump.h"
 
 #include <errno.h>
@@ -190,3 +193,5 @@ const _PyPerf_Backend _PyPerf_jitdump_backend = {
     .close = jitdump_close,
     .path = jitdump_path,
 };
+
+#endif

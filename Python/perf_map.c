@@ -5,8 +5,13 @@
 
 #include "pycore_perf_trampoline.h"
 
+#ifndef _PyPerf_STUBS
+
+#include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 static _PyPerf_File map_file;
 static char size_field[8];      /* " SIZE ", the same for all functions */
@@ -59,10 +64,36 @@ map_publish(const _PyPerf_CodeMemory *Py_UNUSED(memory), uintptr_t slot, PyCodeO
     return _PyPerfFile_Commit(&map_file);
 }
 
+static char parents_path[sizeof(map_file.path)];
+
 static void
 map_after_fork(void)
 {
+    memcpy(parents_path, map_file.path, sizeof(parents_path));
     _PyPerfFile_AfterFork(&map_file);
+}
+
+int
+_PyPerfMap_Inherit(void)
+{
+    char buffer[4096];
+    int from = open(parents_path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK), to = -1;
+    ssize_t size = -1;
+    if (from >= 0 && _PyPerfTrampoline_OpenFiles(&_PyPerf_map_backend) == 0) {
+        to = _PyPerfFile_Descriptor(&map_file);
+    }
+    while (to >= 0 && (size = read(from, buffer, sizeof(buffer))) > 0 && write(to, buffer, size) == size) {
+    }
+    if (size != 0) {
+        _PyPerf_Fail("cannot copy %s for a forked process: %s", parents_path, strerror(errno));
+    }
+    if (from >= 0) {
+        close(from);
+    }
+    if (to >= 0) {
+        close(to);
+    }
+    return size == 0 ? 0 : -1;
 }
 
 static void
@@ -88,3 +119,5 @@ const _PyPerf_Backend _PyPerf_map_backend = {
     .close = map_close,
     .path = map_path,
 };
+
+#endif

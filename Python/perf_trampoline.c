@@ -17,6 +17,8 @@
 
 #include "pycore_perf_trampoline.h"
 
+#ifndef _PyPerf_STUBS
+
 #include <errno.h>
 #include <pthread.h>
 #include <stdarg.h>
@@ -31,9 +33,9 @@ typedef PyObject *(*py_evaluator)(PyThreadState *, struct _PyInterpreterFrame *,
 typedef PyObject *(*py_trampoline)(PyThreadState *, struct _PyInterpreterFrame *, int, py_evaluator);
 
 #ifdef Py_DEBUG
-#  define ARENA_SIZE 1              /* one page: growth is walked through in every test */
+#  define CODE_ARENA_SIZE 1              /* one page: growth is walked through in every test */
 #else
-#  define ARENA_SIZE (64 * 1024)
+#  define CODE_ARENA_SIZE (64 * 1024)
 #endif
 
 struct arena {
@@ -144,7 +146,7 @@ escape_character(Py_UCS4 c, char *out)
         return sprintf(out, "\\x%02x", (unsigned)(c - 0xdc00));
     }
     if (c < 0xa0 || c == 0x2028 || c == 0x2029 || (c >= 0xd800 && c <= 0xdfff)) {
-        return sprintf(out, "\\u%04x", (unsigned)c);
+        return sprintf(out, "\\u%04x", (unsigned)c & 0xffff);
     }
     size_t size = c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
     for (size_t i = size - 1; i > 0; i--, c >>= 6) {
@@ -272,7 +274,7 @@ _PyPerf_FillSlots(char *memory, size_t size, size_t slot_size)
 int
 _PyPerf_ReserveAnonymous(_PyPerf_CodeMemory *out_memory, void *_Atomic *original, size_t slot_size)
 {
-    size_t size = _PyPerf_ALIGN(ARENA_SIZE, sysconf(_SC_PAGESIZE));
+    size_t size = _PyPerf_ALIGN(CODE_ARENA_SIZE, sysconf(_SC_PAGESIZE));
     void *memory = MAP_FAILED;
     if (*original == NULL) {
         void *pages = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -838,7 +840,7 @@ after_fork_in_child(void)
 }
 
 void
-_PyPerfTrampoline_AfterForkChild(void)
+_PyPerfTrampoline_AfterForkChild(const _PyPerf_Backend *inherited)
 {
     /* With a new number for our extra no function has a slot, so each is named in a file of this process when it is
        called. Where numbers have run out functions keep the slots and names of the parent. */
@@ -846,7 +848,7 @@ _PyPerfTrampoline_AfterForkChild(void)
     num_functions = 0;
     for (struct backend_state *backend = backends; backend < backends + NUM_BACKENDS; backend++) {
         Py_ssize_t inherited_index = backend->extra_index;
-        if (interp == NULL || inherited_index < 0) {
+        if (interp == NULL || inherited_index < 0 || backend->ops == inherited) {
             continue;
         }
         backend->extra_index = -1;
@@ -861,16 +863,23 @@ _PyPerfTrampoline_AfterForkChild(void)
     }
 }
 
+static struct backend_state *
+find_backend(const _PyPerf_Backend *ops)
+{
+    struct backend_state *backend = backends;
+    while (backend->ops != ops) {
+        backend++;
+    }
+    return backend;
+}
+
 int
 _PyPerfTrampoline_Activate(const _PyPerf_Backend *ops)
 {
     PyInterpreterState *this_interp = PyInterpreterState_Get();
     py_evaluator evaluator = _PyInterpreterState_GetEvalFrameFunc(this_interp);
     static bool fork_handlers;
-    struct backend_state *backend = backends;
-    while (backend->ops != ops) {
-        backend++;
-    }
+    struct backend_state *backend = find_backend(ops);
 
     pthread_mutex_lock(&lock);
     failure[0] = '\0';
@@ -883,6 +892,12 @@ _PyPerfTrampoline_Activate(const _PyPerf_Backend *ops)
     if (status < 0) {
         return -1;
     }
+#ifdef Py_GIL_DISABLED
+    /* A code object's extras must not move while another thread reads them: take all the room before there is a first. */
+    for (size_t i = 0; i < NUM_BACKENDS; i++) {
+        (void)request_index(interp, &backends[i]);
+    }
+#endif
     if (request_index(interp, backend) < 0) {
         return _PyPerf_Fail("code objects of this interpreter have no room for one more extra");
     }
@@ -962,6 +977,56 @@ _PyPerfTrampoline_SetFilter(const char *patterns)
     return 0;
 }
 
+int
+_PyPerfTrampoline_OpenFiles(const _PyPerf_Backend *ops)
+{
+    pthread_mutex_lock(&lock);
+    int status = open_backend(find_backend(ops));
+    pthread_mutex_unlock(&lock);
+    return status;
+}
+
+int
+_PyPerfTrampoline_Publish(const _PyPerf_Backend *ops, const void *address, PyCodeObject *code)
+{
+    pthread_mutex_lock(&lock);
+    struct backend_state *backend = find_backend(ops);
+    int status = backend->open && !backend->failed ? ops->publish(NULL, (uintptr_t)address, code) : -1;
+    pthread_mutex_unlock(&lock);
+    return status;
+}
+
+void
+_PyPerfTrampoline_CloseFiles(const _PyPerf_Backend *ops)
+{
+    pthread_mutex_lock(&lock);
+    ops->close();
+    find_backend(ops)->open = false;
+    pthread_mutex_unlock(&lock);
+}
+
+static void
+forget_interpreter(PyObject *capsule)
+{
+    _PyPerfTrampoline_ForgetInterpreter(PyCapsule_GetPointer(capsule, NULL));
+}
+
+/* A module may be dropped and imported again; only the interpreter's own dictionary lives as long as it. */
+int
+_PyPerfTrampoline_WatchInterpreter(void)
+{
+    PyInterpreterState *interp = PyInterpreterState_Get();
+    PyObject *dict = PyInterpreterState_GetDict(interp);
+    const char *key = "_perf_trampoline";
+    if (dict == NULL || PyDict_GetItemString(dict, key) != NULL) {
+        return 0;
+    }
+    PyObject *capsule = PyCapsule_New(interp, NULL, forget_interpreter);
+    int status = capsule == NULL ? -1 : PyDict_SetItemString(dict, key, capsule);
+    Py_XDECREF(capsule);
+    return status;
+}
+
 void
 _PyPerfTrampoline_ForgetInterpreter(PyInterpreterState *this_interp)
 {
@@ -1005,3 +1070,5 @@ close_files(void)
         pthread_mutex_unlock(&lock);
     }
 }
+
+#endif

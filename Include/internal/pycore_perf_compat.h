@@ -1,4 +1,4 @@
-/* The only file that knows CPython versions (3.11 ... 3.15).
+/* The only file that knows CPython versions (3.11 ... 3.15), and whether this is an extension or CPython's own build.
 
    Everything the perf trampoline reads of the interpreter goes through the names below. What is private to a version
    (the code object of a frame, the array of code extras) is verified against the public calls before the first
@@ -7,7 +7,10 @@
 #ifndef Py_INTERNAL_PERF_COMPAT_H
 #define Py_INTERNAL_PERF_COMPAT_H
 
-#if !defined(Py_BUILD_CORE) && !defined(Py_BUILD_CORE_MODULE)
+/* CPython's own build says so on the command line. */
+#ifdef Py_BUILD_CORE
+#  define _PyPerf_IN_CPYTHON 1
+#elif !defined(Py_BUILD_CORE_BUILTIN) && !defined(Py_BUILD_CORE_MODULE)
 #  define Py_BUILD_CORE_MODULE 1
 #endif
 #ifndef _GNU_SOURCE
@@ -16,11 +19,28 @@
 
 /* The evaluator runs at every call: without the assertions of the interpreter's inline functions, unless it has them. */
 #include "pyconfig.h"
-#if !defined(Py_DEBUG) && !defined(NDEBUG)
+#if !defined(Py_DEBUG) && !defined(NDEBUG) && !defined(_PyPerf_IN_CPYTHON)
 #  define NDEBUG 1
 #endif
 
 #include "Python.h"
+
+/* CPython's configure found no trampoline: its entry points are there, and do nothing. The reason for which an extension
+   has none is told at run time. */
+#if defined(_PyPerf_IN_CPYTHON) && !defined(PY_HAVE_PERF_TRAMPOLINE)
+#  define _PyPerf_STUBS 1
+#endif
+
+#ifdef _PyPerf_IN_CPYTHON
+#  include "pycore_ceval.h"         /* _PyPerf_Callbacks */
+#  include "pycore_interp.h"        /* _PyInterpreterState_GetConfig() */
+#  if PY_VERSION_HEX >= 0x030f0000
+#    define _PyPerf_HAVE_JIT_CODE 1
+typedef size_t _PyPerf_CallbackSize;
+#  else
+typedef unsigned int _PyPerf_CallbackSize;
+#  endif
+#endif
 
 #if PY_VERSION_HEX >= 0x030e0000
 #  include "pycore_interpframe.h"

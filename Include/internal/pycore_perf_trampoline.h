@@ -9,6 +9,8 @@
 
 #include "pycore_perf_compat.h"
 
+#ifndef _PyPerf_STUBS
+
 #include <stdbool.h>
 #include <stdint.h>
 #include <sys/types.h>
@@ -38,6 +40,11 @@ typedef struct {
     uint32_t spacing;
     size_t num_regions;
 } _PyPerf_CodeRegions;
+
+/* What CPython exports begins with _Py. */
+#define elf_ehframe_size_perf _PyPerf_elf_ehframe_size
+#define elf_init_ehframe_perf _PyPerf_elf_init_ehframe
+#define elf_init_ehframe_hdr_perf _PyPerf_elf_init_ehframe_hdr
 
 /* Write their unwind data to `eh_frame`: one CIE and an FDE for each, elf_ehframe_size_perf() bytes. */
 extern size_t elf_ehframe_size_perf(size_t num_regions);
@@ -113,8 +120,26 @@ extern int _PyPerfTrampoline_SetFilter(const char *patterns);
 /* Forget an interpreter that ends. */
 extern void _PyPerfTrampoline_ForgetInterpreter(PyInterpreterState *interp);
 
-/* In the child, with the interpreter usable again: functions are registered anew, in files of the child's own. */
-extern void _PyPerfTrampoline_AfterForkChild(void);
+/* Forget this interpreter when it ends. -1 with a Python exception. */
+extern int _PyPerfTrampoline_WatchInterpreter(void);
+
+/* In the child, with the interpreter usable again: functions are registered anew, in files of the child's own. Not those
+   of `inherited`, which has the parent's entries there (NULL: none has). */
+extern void _PyPerfTrampoline_AfterForkChild(const _PyPerf_Backend *inherited);
+
+/* In the child: begin its map with the parent's entries. */
+extern int _PyPerfMap_Inherit(void);
+
+/* For code memory that is not ours: have the backend's files open; tell that a trampoline at `address` runs `code`; give
+   the files their final length. */
+extern int _PyPerfTrampoline_OpenFiles(const _PyPerf_Backend *backend);
+extern int _PyPerfTrampoline_Publish(const _PyPerf_Backend *backend, const void *address, PyCodeObject *code);
+extern void _PyPerfTrampoline_CloseFiles(const _PyPerf_Backend *backend);
+
+#ifdef _PyPerf_IN_CPYTHON
+/* CPython's callbacks for the backend of this name, or NULL. */
+extern _PyPerf_Callbacks *_PyPerf_FindCallbacks(const char *backend);
+#endif
 
 typedef struct {
     const _PyPerf_Backend *backend;     /* on in this interpreter, or NULL */
@@ -213,4 +238,5 @@ extern void _PyPerfFile_Close(_PyPerf_File *file);
 /* In a child: the file stays the parent's. */
 extern void _PyPerfFile_AfterFork(_PyPerf_File *file);
 
+#endif      /* !_PyPerf_STUBS */
 #endif

@@ -620,7 +620,7 @@ for _ in range(30):
         for i in range(1500): function(f'child_{i}')()
         os._exit(0)
 stop = True
-''', timeout=60)
+''', '-W', 'ignore::DeprecationWarning', timeout=60)
         self.assertEqual(done.stderr, '')
 
 

@@ -120,7 +120,7 @@ class BuildTests(unittest.TestCase):
         (tree / 'usr/lib/link').symlink_to('/lib/old')
         output('dpkg-deb', '--build', tree, self.directory / 'p.deb')
 
-    def apt_get(self, home, command, *arguments):
+    def apt_get(self, home, command, *arguments, cwd):
         self.calls.append(command)
         if command == 'install':
             if self.errors:

@@ -273,7 +273,7 @@ import time; time.sleep(0.1)
         self.check_each_backend('''
 import signal
 deactivate()
-def handler(*_): (deactivate if sys.is_stack_trampoline_active() else activate)()
+def handler(*_): deactivate() if sys.is_stack_trampoline_active() else activate('perf')
 signal.signal(signal.SIGALRM, handler)
 signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
 def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
@@ -646,7 +646,7 @@ import multiprocessing, os, sys
 def work(n):
     return os.getpid(), n * n, sys.is_stack_trampoline_active()
 if __name__ == '__main__':
-    with multiprocessing.get_context(sys.argv[1]).Pool(2, sys.activate_stack_trampoline) as pool:
+    with multiprocessing.get_context(sys.argv[1]).Pool(2, sys.activate_stack_trampoline, ('perf',)) as pool:
         workers = [process.pid for process in multiprocessing.active_children()]
         results = pool.map(work, range(20))
         pool.close(); pool.join()

@@ -5,6 +5,7 @@
     roots.py root SUITE DEBIAN-ARCH PACKAGE...  make a root and print its path
     roots.py python VERSION ARCH [-- ARG...]    run that interpreter, natively or under qemu-user
     roots.py perf SUITE [-- ARG...]             run that suite's perf on this machine
+    roots.py source SUITE PACKAGE               unpack a source package and print its path
     roots.py clean                              remove everything
 
 All files are below `cache()`; the machine's own apt is asked only for its mirror and proxy.  Each suite and
@@ -51,7 +52,7 @@ Acquire::Languages "none";
 Debug::NoLocking "true";
 {proxies}
 '''
-SOURCE = 'deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {mirror} {suite} main\n'
+SOURCE = '{kind} [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {mirror} {suite} main\n'
 
 
 class Unavailable(Exception):
@@ -95,6 +96,33 @@ def root(suite, debian_arch, packages, name=None, keep_static=False, only=(), le
     return target
 
 
+def source(suite, package):
+    """Return the Path of the unpacked source of `package`, with Debian's patches, fetching it if need be.
+
+    It is nobody's to change: build outside it, or in a copy.  Raises as root() does.
+    """
+    target = cache() / 'sources' / f'{suite}-{package}'
+    if target.exists():
+        return target
+    if not shutil.which('dpkg-source'):
+        raise Unavailable('unpacking a source package needs dpkg-source: install dpkg-dev')
+    home = cache() / 'apt' / f'{suite}-source'
+    work = home / 'work'
+    with _locked(home):
+        if target.exists():
+            return target
+        shutil.rmtree(work, ignore_errors=True)
+        try:
+            _download(home, suite, _arch(None).debian, [package], 'deb-src')
+            dsc = next((work / 'debs').glob('*.dsc'))
+            subprocess.run(['dpkg-source', '--no-check', '-x', dsc, work / 'tree'], check=True, stdout=subprocess.DEVNULL)
+            target.parent.mkdir(exist_ok=True)
+            (work / 'tree').rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
 @contextlib.contextmanager
 def _locked(home):
     home.mkdir(parents=True, exist_ok=True)
@@ -103,20 +131,22 @@ def _locked(home):
         yield
 
 
-def _download(home, suite, arch, packages):
+def _download(home, suite, arch, packages, kind='deb'):
     """Fill `home`/work/debs with verified packages, refreshing an old index; needs the lock of `home`."""
+    debs = home / 'work/debs'
     for directory in 'etc/apt', 'var/lib/apt/lists/partial', 'work/debs/partial':
         (home / directory).mkdir(parents=True, exist_ok=True)
     mirror, proxies = _mirror()
     (home / 'apt.conf').write_text(APT_CONF.format(home=home, arch=arch, proxies=proxies))
-    (home / 'etc/apt/sources.list').write_text(SOURCE.format(mirror=mirror, suite=suite))
+    (home / 'etc/apt/sources.list').write_text(SOURCE.format(kind=kind, mirror=mirror, suite=suite))
     (home / 'status').touch()
     refreshed = home / 'refreshed'
 
     def apt_get(not_fetched, *arguments):
-        if error := _apt_get(home, *arguments):
+        if error := _apt_get(home, *arguments, cwd=debs):
             failure = not_fetched if error.startswith('Failed to fetch') else Unavailable
-            raise failure(f'{suite}/{arch} root with {" ".join(packages)} is unavailable: {error}')
+            what = 'source of' if kind == 'deb-src' else f'{arch} root with'
+            raise failure(f'{suite}/{what} {" ".join(packages)} is unavailable: {error}')
 
     def refresh():
         apt_get(NoMirror, 'update')
@@ -124,7 +154,7 @@ def _download(home, suite, arch, packages):
 
     if not refreshed.exists() or time.time() - refreshed.stat().st_mtime > INDEX_LIFETIME:
         refresh()
-    install = 'install', '--download-only', *packages
+    install = 'source' if kind == 'deb-src' else 'install', '--download-only', *packages
     try:
         apt_get(LookupError, *install)
     except LookupError:                         # the mirror has replaced a version that our index still names
@@ -132,9 +162,9 @@ def _download(home, suite, arch, packages):
         apt_get(Unavailable, *install)
 
 
-def _apt_get(home, *arguments):
-    """Run apt-get in `home`; return None or its first error, which names the cause (the later ones give advice)."""
-    run = subprocess.run(['apt-get', '-qy', *arguments], text=True, capture_output=True, stdin=subprocess.DEVNULL,
+def _apt_get(home, *arguments, cwd):
+    """Run apt-get in `home`, which leaves sources in `cwd`; return None or its first error, which names the cause (the later ones give advice)."""
+    run = subprocess.run(['apt-get', '-qy', *arguments], text=True, capture_output=True, stdin=subprocess.DEVNULL, cwd=cwd,
                          env=os.environ | {'APT_CONFIG': str(home / 'apt.conf'), 'LC_ALL': 'C'})
     if run.returncode:
         cause = re.search(r'(?m)^E: (.*\S)', run.stderr)
@@ -266,7 +296,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='command', required=True)
     for name, arguments in {'list': '', 'root': 'suite arch package+', 'python': 'version arch arg*',
-                            'perf': 'suite arg*', 'clean': ''}.items():
+                            'perf': 'suite arg*', 'source': 'suite package', 'clean': ''}.items():
         command = commands.add_parser(name)
         for argument in arguments.split():
             command.add_argument(argument.rstrip('+*'), nargs=argument[-1] if argument[-1] in '+*' else None)
@@ -277,6 +307,8 @@ def main():
                 print(subprocess.run(['du', '-shx', at], text=True, stdout=subprocess.PIPE).stdout, end='')
         case 'root':
             print(root(options.suite, options.arch, options.package))
+        case 'source':
+            print(source(options.suite, options.package))
         case 'python':
             it = python(options.version, arch=options.arch)
             os.execve(it.command[0], [*it.command, *options.arg], it.env)

@@ -1,0 +1,624 @@
+"""Tools/perf/overlay.py: what it does to a CPython source tree, and CPython with it.
+
+By default on miniature trees, written here after what is known of each version's layout: 3.14's, 3.15's and the main
+branch's have not been tried on the real ones. With PERF_TRAMPOLINE_FULL=1 CPython 3.13 is built, natively, without the
+GIL and for other architectures; `make check-intree` does that.
+"""
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import perf_support
+from perf_support import FULL, SOURCE
+
+import archs
+import intree
+import overlay
+import roots
+
+# CPython's own flags for its core.
+CORE_CFLAGS = ('-O2 -DNDEBUG -Wall -Wsign-compare -std=c11 -Wextra -Wno-unused-parameter -Wno-missing-field-initializers '
+               '-Wstrict-prototypes -Werror=implicit-function-declaration -fvisibility=hidden -DPy_BUILD_CORE').split()
+
+
+def configure_ac(choice):
+    return textwrap.dedent('''\
+        AC_INIT([miniature], [1])
+        : ${host_os=linux-gnu} ${Py_DEBUG=true}
+        : ${CC=gcc}
+        ac_objext=o
+        PLATFORM_TRIPLET=$($CC -dumpmachine)
+        AC_MSG_CHECKING([perf trampoline])
+        ''') + choice + textwrap.dedent('''\
+        AC_SUBST([PERF_TRAMPOLINE_OBJ])
+        AC_MSG_NOTICE([object is <$PERF_TRAMPOLINE_OBJ>, flags are <$BASECFLAGS>])
+        AC_OUTPUT
+        ''')
+
+
+ONE_FILE = '''\
+AS_CASE([$PLATFORM_TRIPLET], [x86_64-linux-gnu], [perf_trampoline=yes], [perf_trampoline=no])
+AS_VAR_IF([perf_trampoline], [yes], [
+  AC_DEFINE([PY_HAVE_PERF_TRAMPOLINE], [1], [There is one.])
+  PERF_TRAMPOLINE_OBJ=Python/asm_trampoline.o
+])
+'''
+ONE_PER_ARCH = '''\
+perf_trampoline=yes
+AS_CASE([$PLATFORM_TRIPLET], [x86_64-*], [PERF_TRAMPOLINE_OBJ=Python/asm_trampoline_x86_64.o],
+        [aarch64-*], [PERF_TRAMPOLINE_OBJ=Python/asm_trampoline_aarch64.o], [perf_trampoline=no])
+AS_VAR_IF([PYTHON_FOR_REGEN], [:], [perf_trampoline=no])
+AS_VAR_IF([perf_trampoline], [yes], [AC_DEFINE([PY_HAVE_PERF_TRAMPOLINE], [1], [There is one.])])
+'''
+
+
+def makefile(objects, rules):
+    lines = ''.join(f'\t\tPython/{name}.o \\\n' for name in ['sysmodule', *objects])
+    return f'''\
+PYTHON_OBJS= \\
+{lines}\t\tPython/last.o
+OBJECT_OBJS= \\
+\t\t@PERF_TRAMPOLINE_OBJ@
+PYTHON_HEADERS= \\
+\t\t$(srcdir)/Include/Python.h \\
+\t\t$(srcdir)/Include/internal/pycore_ceval.h \\
+\t\t$(srcdir)/Include/internal/pycore_time.h \\
+\t\t$(DTRACE_HEADERS)
+
+.PHONY: regen-all
+regen-all: regen-this \\
+\tregen-that
+\t@echo done
+
+regen-this regen-that:
+\ttrue
+
+{rules}
+clean:
+\ttrue
+'''
+
+
+SYSMODULE = '''\
+#include "pycore_ceval.h"           // callbacks
+
+static PyObject *
+sys_activate_stack_trampoline_impl(PyObject *module, const char *backend)
+/*[generated]*/
+{
+#ifdef PY_HAVE_PERF_TRAMPOLINE
+    if (strcmp(backend, "perf") == 0) {
+        choose(&_Py_perfmap_callbacks);
+    }
+    else if (strcmp(backend, "perf_jit") == 0) {
+        choose(&_Py_perfmap_jit_callbacks);
+    }
+    else {
+        return fail("invalid backend: %s", backend);
+    }
+    if (_PyPerfTrampoline_Init(1) < 0) {
+        return NULL;
+    }
+#endif
+    Py_RETURN_NONE;
+}
+'''
+
+PYLIFECYCLE = '''\
+#include "pycore_ceval.h"
+
+static int
+start(const PyConfig *config)
+{
+    _PyPerf_Callbacks *these = NULL;
+    if (config->perf_profiling == 1) {
+        these = &_Py_perfmap_callbacks;
+    }
+    else {
+        these = &_Py_perfmap_jit_callbacks;
+    }
+    return _PyPerfTrampoline_SetCallbacks(these);
+}
+'''
+
+INITCONFIG = '''\
+static const char usage[] = "\\
+-X other: thing\\n\\
+-X perf_jit: a dump; also PYTHON_PERF_JIT_SUPPORT\\n\\
+";
+
+static PyStatus
+config_init_perf_profiling(PyConfig *config)
+{
+    int active = 0;
+    const char *env = config_get_env(config, "PYTHON_PERF_JIT_SUPPORT");
+    if (env && is_set(env, &active)) {
+        config->perf_profiling = 2;
+    }
+    if (config_get_xoption(config, L"perf_jit")) {
+        config->perf_profiling = 2;
+    }
+
+    return _PyStatus_OK();
+
+}
+'''
+
+
+def miniature(version):
+    """{path: text} of a tree with the layout of this version: 3.14, 3.15 or main."""
+    objects, rules = ['perf_trampoline', 'perf_jit_trampoline'], textwrap.dedent('''\
+        Python/asm_trampoline.o: $(srcdir)/Python/asm_trampoline.S
+        \t$(CC) -c -o $@ $<
+        ''')
+    choice = ONE_FILE
+    item = '    <ClCompile Include="..\\Python\\perf_trampoline.c" />\r\n'
+    files = {
+        'Include/internal/pycore_ceval.h': 'extern _PyPerf_Callbacks _Py_perfmap_callbacks;\n',
+        'Include/patchlevel.h': '#define PY_VERSION              "3.{}.2"\n'.format(
+            {'3.14': 14, '3.15': 15, 'main': 16}[version]),
+        'PCbuild/pythoncore.vcxproj': item, 'PCbuild/_freeze_module.vcxproj': item,
+        'Python/asm_trampoline.S': 'old\n', 'Python/asm_trampoline_aarch64.h': 'old\n',
+        'Python/initconfig.c': INITCONFIG, 'Python/pylifecycle.c': PYLIFECYCLE, 'Python/sysmodule.c': SYSMODULE,
+        'Python/perf_trampoline.c': 'old\n', 'Python/perf_jit_trampoline.c': 'old\n' * 9,
+        'Modules/posixmodule.c': 'f(_PyPerfTrampoline_AfterFork_Child());\n',
+        'Tools/c-analyzer/cpython/ignored.tsv': 'Python/a.c\t-\tx\t-\nPython/perf_trampoline.c\t-\t_Py_perfmap_callbacks\t-\n',
+        'Tools/c-analyzer/cpython/_parser.py': "EXCLUDED = clean_lines('''\nPython/a.c\n''')\n",
+        'configure': '#!/bin/sh\nold\n',
+    }
+    for name in 'pythoncore', '_freeze_module':
+        files[f'PCbuild/{name}.vcxproj.filters'] = item.replace(' />', '>\r\n      <Filter>Python</Filter>\r\n    </ClCompile>')
+    if version != '3.14':
+        objects.append('jit_unwind')
+        files['Python/jit_unwind.c'] = 'old\n'
+    if version == 'main':
+        choice = ONE_PER_ARCH
+        objects.append('trampoline_ehframe')
+        rules = ''.join(f'Python/asm_trampoline_{arch}.o: $(srcdir)/Python/asm_trampoline_{arch}.S\n\t$(CC) -c -o $@ $<\n\n'
+                        for arch in ('x86_64', 'aarch64', 'riscv64')) + textwrap.dedent('''\
+            Python/trampoline_ehframe.c: @PERF_TRAMPOLINE_OBJ@ $(srcdir)/Tools/jit/_trampoline_ehframe.py
+            \t$(PYTHON_FOR_REGEN) $(srcdir)/Tools/jit/_trampoline_ehframe.py -o $@ @PERF_TRAMPOLINE_OBJ@
+            ''')
+        del files['Python/asm_trampoline.S'], files['Python/asm_trampoline_aarch64.h']
+        files |= {f'Python/asm_trampoline_{arch}.S': 'old\n' for arch in ('x86_64', 'aarch64', 'riscv64')}
+        files['Tools/jit/_trampoline_ehframe.py'] = 'old\n'
+    return files | {'configure.ac': configure_ac(choice), 'Makefile.pre.in': makefile(objects, rules)}
+
+
+VERSIONS = '3.14', '3.15', 'main'
+
+
+class MiniatureTest(unittest.TestCase):
+
+    def setUp(self):
+        scratch = tempfile.TemporaryDirectory()
+        self.addCleanup(scratch.cleanup)
+        self.at = Path(scratch.name, 'tree')
+
+    def make(self, version='3.14'):
+        shutil.rmtree(self.at, ignore_errors=True)
+        for path, text in miniature(version).items():
+            (self.at / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.at / path).write_bytes(text.encode())
+        (self.at / 'configure').chmod(0o755)
+
+    def contents(self):
+        return {path.relative_to(self.at).as_posix(): (path.read_bytes(), path.stat().st_mode)
+                for path in self.at.rglob('*') if path.is_file()}
+
+    def call(self, function, *arguments):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            result = function(self.at, *arguments)
+        self.output = output.getvalue()
+        return result
+
+    def text(self, path):
+        return (self.at / path).read_bytes().decode()
+
+    def assertRefused(self, message, function=overlay.apply):
+        before = self.contents()
+        with self.assertRaisesRegex((overlay.Refusal, OSError), message):
+            self.call(function)
+        self.assertEqual(self.contents(), before)
+
+
+class PlacesTest(MiniatureTest):
+
+    def test_every_place_in_every_layout(self):
+        for version in VERSIONS:
+            with self.subTest(version):
+                self.make(version)
+                self.call(overlay.apply)
+                for path in [*overlay.SOURCES, *overlay.HEADERS, *(arch.source for arch in archs.load().values())]:
+                    self.assertEqual((self.at / path).read_bytes(), (SOURCE / path).read_bytes(), path)
+                self.assertEqual([path for path, (text, mode) in self.contents().items()
+                                  if text.startswith(b'old') and not path.startswith(overlay.KEPT)], [])
+                self.assertRegex(self.text('Python/sysmodule.c'), r'(?s)_PyPerf_FindCallbacks\(backend\).*_PyPerfTrampoline_Init')
+                self.assertNotIn('strcmp', self.text('Python/sysmodule.c'))
+                self.assertRegex(self.text('Python/pylifecycle.c'),
+                                 r'(?s)== 3\) \{\s*these = _PyPerf_FindCallbacks\("perf_elf"\);\s*\}\s*else \{\s*these = &_Py_perfmap_jit')
+                self.assertRegex(self.text('Python/initconfig.c'), r'(?s)L"perf_elf"\)\) \{\s*config->perf_profiling = 3;\s*\}\s*return')
+                self.assertEqual(self.text('PCbuild/pythoncore.vcxproj').count('perf_cpython.c" />\r\n'), 1)
+                self.assertRegex(self.text('Tools/c-analyzer/cpython/ignored.tsv'), r'\APython/a.c\t-\tx\t-\nPython/\w+\.c\t')
+
+    def test_makefile_builds_and_regenerates(self):
+        for version in VERSIONS:
+            with self.subTest(version):
+                self.make(version)
+                self.call(overlay.apply)
+                made = self.text('Makefile.pre.in').replace('@PERF_TRAMPOLINE_OBJ@', 'Python/asm_trampoline_s390x.o')
+                (self.at / 'Makefile').write_text(f'srcdir=.\nPYTHON_FOR_REGEN=regen\nCC=cc\n{made}\nall: $(PYTHON_OBJS) $(OBJECT_OBJS)\n'
+                                                  '%.o: %.c\n\t:$@\n')
+                (self.at / 'Python/last.c').touch()
+                def dry_run(target):
+                    return subprocess.run(['make', '-n', target], cwd=self.at, text=True, check=True,
+                                          stdout=subprocess.PIPE).stdout
+                done = dry_run('all')
+                for source in overlay.SOURCES:
+                    self.assertEqual(done.count(f':{source[:-1]}o\n'), 1, source)
+                self.assertIn('-o Python/asm_trampoline_s390x.o Python/asm_trampoline_s390x.S', done)
+                self.assertIn('regen ./Tools/perf/gen_eh_frame.py', dry_run('regen-all'))
+                headers = re.findall(r'pycore_(\w+)\.h \\', self.text('Makefile.pre.in'))
+                self.assertEqual(headers, sorted(headers))
+                self.assertLess({'perf_compat', 'perf_eh_frame_s390x_generated'}, set(headers))
+
+    @unittest.skipUnless(shutil.which('autoconf'), 'autoconf is not installed')
+    def test_configure_chooses_by_processor_and_system(self):
+        self.make('3.15')
+        self.call(overlay.apply)
+        self.assertTrue(os.access(self.at / 'configure', os.X_OK))
+        def configure(compiler, host_os='linux-gnu'):
+            done = subprocess.run(['./configure'], cwd=self.at, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                  env=os.environ | {'CC': compiler, 'host_os': host_os, 'CFLAGS': '-O2'})
+            self.assertEqual(done.returncode, 0, done.stdout)
+            return re.search(r'object is <(.*)>, flags are <(.*)>', done.stdout).groups()
+        num_tried = 0
+        for arch in archs.load().values() if FULL else [archs.host(), archs.get('s390x')]:
+            compiler = 'gcc' if arch == archs.host() else f'{arch.prefix}gcc'
+            if shutil.which(compiler):
+                num_tried += 1
+                self.assertEqual(configure(compiler), (f'Python/asm_trampoline_{arch.name}.o', ' '.join(['', *arch.chain_cflags]) or ' '))
+        self.assertGreater(num_tried, 0)
+        self.assertEqual(configure('gcc', 'linux-musl')[0], f'Python/asm_trampoline_{archs.host().name}.o')
+        for system in ('darwin24.1', 'linux-android', 'wasi') if FULL else ('darwin24.1',):
+            self.assertEqual(configure('gcc', system), ('', ''))
+        self.assertEqual(configure('gcc -m32'), ('', ''))       # no line of the table
+
+
+class UndoTest(MiniatureTest):
+
+    def test_undo_restores_every_byte_and_mode(self):
+        for version in VERSIONS:
+            with self.subTest(version):
+                self.make(version)
+                before = self.contents()
+                self.call(overlay.apply)
+                self.assertNotEqual(self.contents(), before)
+                self.call(overlay.undo)
+                self.assertEqual(self.contents(), before)
+                self.assertEqual(self.call(overlay.undo), [])
+
+    def test_second_apply_changes_nothing(self):
+        self.make('main')
+        self.call(overlay.apply)
+        before = self.contents()
+        times = {path: path.stat().st_mtime_ns for path in self.at.rglob('*.[chS]')
+                 if overlay.KEPT not in path.parts}
+        self.assertEqual(self.call(overlay.apply), [])
+        self.assertEqual(self.contents(), before)
+        self.assertEqual({path: path.stat().st_mtime_ns for path in times}, times)
+
+    def test_newer_core_is_brought_and_undo_still_restores(self):
+        self.make()
+        before = self.contents()
+        self.call(overlay.apply)
+        newer = self.at.parent / 'newer'
+        for name in 'Python', 'Include', 'Tools/perf', 'Misc':
+            if (SOURCE / name).exists():
+                shutil.copytree(SOURCE / name, newer / name, ignore=shutil.ignore_patterns('__pycache__'))
+        with (newer / 'Python/perf_map.c').open('a') as file:
+            file.write('/* newer */\n')
+        with mock.patch.object(overlay, 'ROOT', newer):
+            self.assertEqual(self.call(overlay.apply), ['Python/perf_map.c'])
+        self.assertIn('/* newer */', self.text('Python/perf_map.c'))
+        self.call(overlay.undo)
+        self.assertEqual(self.contents(), before)
+
+    def test_counts_are_those_of_a_diff(self):
+        self.make()
+        before = self.at.parent / 'before'
+        shutil.copytree(self.at, before)
+        self.call(overlay.apply)
+        counts = re.findall(r'(?m)^(\w+) +(\d+) +(\d+)$', self.output)
+        diff = subprocess.run(['diff', '-rNU0', '-x', overlay.KEPT, before, self.at], text=True, stdout=subprocess.PIPE).stdout
+        self.assertEqual((sum(int(lost) for _, lost, _ in counts), sum(int(gained) for *_, gained in counts)),
+                         (len(re.findall(r'(?m)^-(?!--)', diff)), len(re.findall(r'(?m)^\+(?!\+\+)', diff))))
+
+
+class RefusalTest(MiniatureTest):
+
+    def test_place_not_as_expected(self):
+        for path, old, new, message in [
+            ('configure.ac', 'CHECKING([perf', 'CHECKING([some', 'configure.ac: the check for the perf trampoline: .*found 0'),
+            ('configure.ac', 'AC_SUBST([PERF', 'AC_SUBST([OTHER])\nAC_SUBST([PERF', 'something else: OTHER'),
+            ('Makefile.pre.in', 'Python/perf_trampoline.o', 'Python/perf.o', 'perf_trampoline.o in a list'),
+            ('Makefile.pre.in', 'Python/asm_trampoline.o:', 'Python/asm.o:', 'no rule for'),
+            ('Makefile.pre.in', 'regen-all:', 'regen-most:', 'regen-all'),
+            ('Makefile.pre.in', '\ttrue\n', '\tuse Python/trampoline_ehframe.c\n', 'what is to become of Python/trampoline_ehframe.c'),
+            ('Python/sysmodule.c', '"perf")', '"map")', 'choice of a backend'),
+            ('Python/sysmodule.c', 'invalid backend', 'bad', 'not a chain'),
+            ('Python/sysmodule.c', '    if (_PyPerfTrampoline_Init', '#endif\n    if (_PyPerfTrampoline_Init', 'not a chain'),
+            ('Python/pylifecycle.c', 'else {', 'if (1) {', 'choice of callbacks'),
+            ('Python/initconfig.c', 'int active', 'bool active', 'does not have'),
+            ('Python/initconfig.c', '-X perf_jit:', '-X perf_dump:', 'usage'),
+            ('Include/patchlevel.h', '"3.14', '"3.12', '3.13 or later'),
+            ('PCbuild/pythoncore.vcxproj', 'perf_trampoline.c', 'x.c', 'pythoncore.vcxproj: perf_trampoline.c'),
+            ('Modules/posixmodule.c', 'AfterFork_Child', 'AfterFork_Parent', 'posixmodule.c calls _PyPerfTrampoline_AfterFork_Parent'),
+        ]:
+            with self.subTest(message):
+                self.make()
+                text = self.text(path)
+                self.assertIn(old, text)
+                (self.at / path).write_bytes(text.replace(old, new).encode())
+                self.assertRefused(message)
+
+    def test_file_in_the_way(self):
+        self.make()
+        (self.at / 'Python/perf_map.c').write_text('theirs')
+        self.assertRefused('Python/perf_map.c is there already')
+
+    def test_missing_file(self):
+        self.make()
+        (self.at / 'Python/initconfig.c').unlink()
+        self.assertRefused('Python/initconfig.c is missing')
+
+    def test_jit_that_calls_what_the_core_does_not_have(self):
+        self.make('3.15')
+        (self.at / 'Python/jit_publish.c').write_text('f(_PyJitUnwind_GdbRegisterCode());\n')
+        self.assertRefused('jit_publish.c calls _PyJitUnwind_GdbRegisterCode, which the core does not have')
+
+    def test_no_cpython_tree(self):
+        self.at.mkdir()
+        self.assertRefused('is not a CPython source tree')
+
+    @unittest.skipUnless(shutil.which('autoconf'), 'autoconf is not installed')
+    def test_autoconf_that_is_too_old(self):
+        self.make()
+        with (self.at / 'configure.ac').open('a') as file:
+            file.write('AC_PREREQ([99])\n')
+        self.assertRefused('autoconf cannot make configure')
+        self.call(overlay.apply, False)
+        self.assertEqual(self.text('configure'), '#!/bin/sh\nold\n')
+
+    def test_change_made_after_the_overlay(self):
+        self.make()
+        self.call(overlay.apply)
+        with (self.at / 'Python/perf_file.c').open('a') as file:
+            file.write('/* mine */\n')
+        for function in overlay.apply, overlay.undo:
+            self.assertRefused('Python/perf_file.c was changed after the overlay', function)
+
+    def test_failure_to_write_any_file(self):
+        """The Nth write fails, N = 0, 1, 2 ..., when it is put in and when it is taken out."""
+        write = overlay.Tree.write
+        for function in overlay.apply, overlay.undo:
+            self.make()
+            if function is overlay.undo:
+                self.call(overlay.apply, False)
+            for fails in range(200):
+                numbers = iter(range(1000))
+                def failing(tree, path, data, kept):
+                    if next(numbers) == fails:
+                        raise OSError('no space')
+                    return write(tree, path, data, kept)
+                before = self.contents()
+                with mock.patch.object(overlay.Tree, 'write', failing), mock.patch.object(overlay, 'autoconf', lambda tree: b''):
+                    try:
+                        self.call(function)
+                    except OSError:
+                        self.assertEqual(self.contents(), before, fails)
+                    else:
+                        break
+            self.assertGreater(fails, 20)
+            self.assertNotEqual(self.contents(), before)
+
+
+def headers(version):
+    try:
+        return roots.python(version).include_flags
+    except roots.NoMirror as reason:
+        raise unittest.SkipTest(str(reason)) from None
+
+
+class CoreTest(unittest.TestCase):
+    """The core's files, compiled as CPython compiles its own, against the headers of each version."""
+
+    VERSIONS = ('3.13', '3.14', '3.15') if FULL else ('3.15',)
+
+    def compile(self, version, *flags):
+        """{source: its object's defined symbols}"""
+        with tempfile.TemporaryDirectory() as scratch:
+            symbols = {}
+            for source in overlay.SOURCES:
+                subprocess.run(['gcc', *CORE_CFLAGS, '-Werror', f'-I{SOURCE}/Include/internal', *headers(version), *flags,
+                                '-c', SOURCE / source, '-o', f'{scratch}/object.o'], check=True)
+                symbols[source] = set(subprocess.run(['nm', '-g', '--defined-only', '-j', f'{scratch}/object.o'], text=True,
+                                                     check=True, stdout=subprocess.PIPE).stdout.split())
+            return symbols
+
+    # What CPython's remaining files call.
+    ENTRY_POINTS = {
+        'PyUnstable_PerfTrampoline_CompileCode', 'PyUnstable_PerfTrampoline_SetPersistAfterFork', '_PyIsPerfTrampolineActive',
+        '_PyPerfTrampoline_AfterFork_Child', '_PyPerfTrampoline_Fini', '_PyPerfTrampoline_FreeArenas',
+        '_PyPerfTrampoline_GetCallbacks', '_PyPerfTrampoline_Init', '_PyPerfTrampoline_SetCallbacks'}
+
+    def test_core_without_warnings_and_its_names(self):
+        for version in self.VERSIONS:
+            with self.subTest(version):
+                names = set().union(*self.compile(version).values())
+                self.assertLess(self.ENTRY_POINTS | {'_Py_perfmap_callbacks', '_Py_perfmap_jit_callbacks'}, names)
+                self.assertEqual({name for name in names if not name.startswith(('_Py', 'Py'))} - {
+                    '__jit_debug_descriptor', '__jit_debug_register_code'}, set())
+
+    def test_stubs_where_configure_found_no_trampoline(self):
+        with tempfile.NamedTemporaryFile('w', suffix='.h') as undefine:
+            undefine.write('#undef PY_HAVE_PERF_TRAMPOLINE\n')
+            undefine.flush()
+            for version in self.VERSIONS:
+                with self.subTest(version):
+                    symbols = self.compile(version, '-include', 'pyconfig.h', '-include', undefine.name)
+                    self.assertEqual(symbols.pop('Python/perf_cpython.c'), self.ENTRY_POINTS)
+                    self.assertEqual(set().union(*symbols.values()), set())
+
+
+def prepared(kind):
+    try:
+        return intree.build(kind)
+    except roots.Unavailable as reason:
+        raise unittest.SkipTest(str(reason)) from None
+
+
+def skips(output):
+    return set(re.findall(r"(?m)^(test_\w+) \(.*\.\.\. skipped", output))
+
+
+# What an installed interpreter gets from the package's start-up line, arguments and status, and CPython has not.
+NOT_IN_CPYTHON = '''
+    test_ignored_environment test_isolated_mode test_nothing_is_imported_when_nothing_is_switched_on
+    test_interpreters_own_stays_where_it_is_wanted test_option_goes_before_variable test_default_backend_is_the_map
+    test_functions_are_there_without_an_import test_wrong_arguments_raise_as_in_cpython
+    test_activation_removes_what_is_a_week_old
+'''.split()
+
+ALL_BACKENDS = '''
+import sys, types
+def functions(prefix):
+    plain = (lambda: None).__code__
+    return [types.FunctionType(plain.replace(co_name='f', co_qualname=f'{prefix}_{i}'), {}) for i in range(3000)]
+for backend in 'perf', 'perf_jit', 'perf_elf':
+    sys.activate_stack_trampoline(backend)
+    assert sys.is_stack_trampoline_active(), backend
+    for function in functions(backend):
+        function()
+    sys.deactivate_stack_trampoline()
+    assert not sys.is_stack_trampoline_active(), backend
+'''
+
+SIXTEEN_THREADS = '''
+import sys, threading, types
+assert not sys._is_gil_enabled()
+plain = (lambda: None).__code__
+sys.activate_stack_trampoline('perf')
+barrier = threading.Barrier(16)
+shared = [types.FunctionType(plain.replace(co_name='f', co_qualname=f'shared_{i}'), {}) for i in range(500)]
+def work(number):
+    own = [types.FunctionType(plain.replace(co_name='f', co_qualname=f'own_{number}_{i}'), {}) for i in range(1500)]
+    barrier.wait()
+    for i, function in enumerate(own):
+        function()
+        shared[i % 500]()
+    keep.append(own)
+keep = []
+threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+'''
+
+
+@unittest.skipUnless(FULL, 'PERF_TRAMPOLINE_FULL is not 1')
+class InTreeTest(unittest.TestCase):
+    """CPython 3.13, built with the overlay."""
+
+    def run_tests(self, build, *names):
+        """In a /tmp of their own: they remove every perf map that is newer than they."""
+        unshare = next(filter(perf_support.can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
+        if unshare is None:
+            self.skipTest('this user cannot mount a /tmp of its own')
+        mount = 'mount -t tmpfs none /tmp && exec "$@"'
+        private = intree.Build(build.source, build.build, (*unshare, 'sh', '-c', mount, 'sh', *build.runner), build.env)
+        done = private.run('-m', 'test', '-v', *names)
+        self.assertEqual(done.returncode, 0, done.stdout[-5000:])
+        return done.stdout
+
+    def test_its_own_tests_of_the_trampoline(self):
+        names = 'test_perf_profiler', 'test_perfmaps'
+        ours = self.run_tests(prepared('native'), *names)
+        plain = self.run_tests(prepared('plain'), *names)
+        self.assertEqual(re.findall(r'(?m)^Ran (\d+) tests?', ours), re.findall(r'(?m)^Ran (\d+) tests?', plain))
+        self.assertLessEqual(skips(ours), skips(plain))
+
+    def test_its_tests_of_what_is_near(self):
+        self.run_tests(prepared('native'), 'test_sys', 'test_embed', 'test_code', 'test_fork1', 'test_threading')
+
+    def test_our_tests(self):
+        build = prepared('native')
+        path = [SOURCE / 'Lib/test/perfdata/intree', '/usr/lib/python3/dist-packages']
+        names = 'test_perf_map', 'test_perf_jitdump', 'test_perf_trampoline', 'test_perf_elf_image'
+        program = f'''
+import sys, unittest
+sys.path.insert(0, {str(SOURCE / 'Lib/test')!r})
+def tests(suite):
+    for test in suite:
+        yield from tests(test) if isinstance(test, unittest.TestSuite) else [test]
+suite = unittest.defaultTestLoader.loadTestsFromNames({names!r})
+chosen = unittest.TestSuite(test for test in tests(suite) if test.id().rpartition('.')[2] not in {NOT_IN_CPYTHON!r})
+sys.exit(not unittest.TextTestRunner(verbosity=2).run(chosen).wasSuccessful())
+'''
+        done = build.run('-c', program, program='python-status', cwd=SOURCE / 'Lib/test',
+                         env=build.env | {'PYTHONPATH': os.pathsep.join(map(str, path))})
+        self.assertEqual(done.returncode, 0, done.stdout[-5000:])
+
+    def test_its_checks(self):
+        build = prepared('native')
+        def contents():
+            return {path: path.read_bytes() for path in build.source.rglob('*') if path.is_file()
+                    and '__pycache__' not in path.parts}
+        before = contents()
+        for target in 'smelly', 'regen-all':
+            done = subprocess.run(['make', target], cwd=build.build, env=build.env, text=True, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT)
+            self.assertEqual(done.returncode, 0, done.stdout[-3000:])
+        after = contents()
+        self.assertEqual([path for path in after if after[path] != before.get(path)], [])
+        # The analyzer wants a tree with pyconfig.h in it.
+        shutil.copy(build.build / 'pyconfig.h', build.source)
+        try:
+            for source in overlay.SOURCES:
+                done = build.run('Tools/c-analyzer/check-c-globals.py', '--format', 'summary', source, cwd=build.source)
+                self.assertIn('total failures: 0', done.stdout)
+        finally:
+            (build.source / 'pyconfig.h').unlink()
+
+    def test_sixteen_threads_without_the_gil(self):
+        """Every function has its line in the map, and a slot of its own."""
+        build = prepared('nogil')
+        process = subprocess.Popen([*build.command(), '-c', SIXTEEN_THREADS], cwd=build.build, env=build.env)
+        self.addCleanup(perf_support.remove_files, process.pid)
+        self.assertEqual(process.wait(), 0)
+        entries = [(name, start) for start, _, name in perf_support.map_entries(process.pid)
+                   if re.match(r'py::(own|shared)_', name)]
+        expected = [f'shared_{i}' for i in range(500)] + [f'own_{n}_{i}' for n in range(16) for i in range(1500)]
+        self.assertEqual(sorted(name for name, _ in entries), sorted(f'py::{name}:<string>' for name in expected))
+        self.assertEqual(len({start for _, start in entries}), len(entries))
+
+    def test_other_architectures_under_an_emulator(self):
+        for name in 's390x', 'riscv64':
+            with self.subTest(name):
+                done = prepared(name).run('-c', ALL_BACKENDS)
+                self.assertEqual((done.returncode, done.stdout), (0, ''))
+
+
+if __name__ == '__main__':
+    unittest.main()

@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""CPython's own source tree with the core in it, built once into the cache.
+
+    intree.py [plain | native | nogil | ARCH]...    build, and print the interpreter's path
+
+plain is without the overlay, to compare with; ARCH is a cross build that runs under qemu-user.  The source is that of
+Debian's python3.13.  Beside the interpreter is `python-status`, the same with the extension's module built in, so that
+tests can ask for perf_trampoline.status().
+"""
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import archs
+import overlay
+import roots
+
+SUITE, PACKAGE = "trixie", "python3.13"
+
+
+@dataclass(frozen=True)
+class Build:
+    source: Path
+    build: Path
+    runner: tuple           # emulator and its arguments
+    env: dict
+
+    def command(self, program="python"):
+        return [*self.runner, str(self.build / program)]
+
+    def run(self, *arguments, program="python", **options):
+        """A subprocess.CompletedProcess, with text output of both kinds in `stdout`."""
+        return subprocess.run([*self.command(program), *map(str, arguments)], text=True, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              **{"env": self.env, "cwd": self.build} | options)
+
+
+def build(kind="native"):
+    """Return the Build of this kind, making it or bringing it up to date.  Raises roots.Unavailable."""
+    arch = archs.load().get(kind)
+    checkout = hashlib.sha256(str(overlay.ROOT).encode()).hexdigest()[:12]
+    home = roots.cache() / "intree" / ("plain" if kind == "plain" else f"{checkout}/{kind}")
+    original = roots.source(SUITE, PACKAGE)
+    home.mkdir(parents=True, exist_ok=True)
+    env = {name: value for name, value in os.environ.items()
+           if not name.startswith(("PYTHON", "MAKE", "PERF_", "LD_")) and not name.endswith("FLAGS")}
+    # Names of files are relative and the same in all builds, so ccache knows most of them from another one.
+    env |= {"CCACHE_NOHASHDIR": "1", "CCACHE_DIR": str(roots.cache() / "ccache"), "LC_ALL": "C.UTF-8"}
+    runner = ()
+    if arch:
+        at = roots.python("3.13", arch=arch.name).root
+        runner = roots.qemu(arch.name), "-L", str(at)
+    result = Build(home / "source", home / "build", runner, env)
+    with open(home / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (home / "source").exists():
+            shutil.rmtree(home / "draft", ignore_errors=True)
+            shutil.copytree(original, home / "draft", symlinks=True,
+                            ignore=shutil.ignore_patterns("debian", ".pc", "__pycache__"))
+            (home / "draft").rename(home / "source")
+        # The tree's own date stays when nothing changes, so make has nothing to do either.
+        if kind != "plain":
+            _run([sys.executable, Path(overlay.__file__), "apply", home / "source"], home, env)
+        result.build.mkdir(exist_ok=True)
+        if not (result.build / "Makefile").exists():
+            _run(_configure(kind, arch, env), result.build, env)
+        _run(["make", "-s", f"-j{os.cpu_count()}", *(["build_all"] if not arch else [])], result.build, env)
+        if kind != "plain":
+            _link_status(result, arch)
+    return result
+
+
+def _run(command, cwd, env):
+    done = subprocess.run(["nice", *map(str, command)], cwd=cwd, env=env, text=True, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    (Path(cwd) / "last.log").write_text(done.stdout)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))} failed in {cwd}:\n{done.stdout[-3000:]}")
+    return done.stdout
+
+
+def _compiler(arch):
+    return [*(["ccache"] if shutil.which("ccache") else []), f"{arch.prefix if arch else ''}gcc"]
+
+
+def _configure(kind, arch, env):
+    command = ["../source/configure", "-q", "--without-ensurepip", f"CC={' '.join(_compiler(arch))}"]
+    if kind == "nogil":
+        command.append("--disable-gil")
+    if not arch:
+        host = archs.host()
+        return [*command, f"CFLAGS={' '.join(host.chain_cflags) if host else ''}"]
+    # Of the foreign root only the C library is used, and no module that wants another.
+    missing = [f"py_cv_module_{name}=n/a" for name in
+               ("_bz2", "_ctypes", "_curses", "_curses_panel", "_dbm", "_gdbm", "_hashlib", "_lzma", "_sqlite3", "_ssl",
+                "_tkinter", "_uuid", "readline", "zlib")]
+    return [*command, f"--host={arch.triplet}", f"--build={archs.host().triplet}",
+            f"--with-build-python={build('native').build / 'python'}", "--disable-test-modules",
+            f"CFLAGS={' '.join(arch.chain_cflags)}", "PKG_CONFIG_LIBDIR=/nonexistent", "CONFIG_SITE=/dev/null",
+            "ac_cv_file__dev_ptmx=yes", "ac_cv_file__dev_ptc=no", "ac_cv_buggy_getaddrinfo=no",
+            "LIBATOMIC=-l:libatomic.a", *missing]
+
+
+STATUS_CONFIG = """
+sed 's/^extern PyObject\\* PyInit__imp(void);/&\\nextern PyObject* PyInit__perf_trampoline(void);/;
+     s/^    {"_imp", PyInit__imp},/&\\n    {"_perf_trampoline", PyInit__perf_trampoline},/' Modules/config.c >status-config.c
+grep -q '{"_perf_trampoline"' status-config.c
+"""
+
+
+def _link_status(it, arch):
+    """python-status: the interpreter's own objects, and Modules/_perf_trampoline.c as a built-in module."""
+    program, python = it.build / "python-status", it.build / "python"
+    module = overlay.ROOT / "Modules/_perf_trampoline.c"
+    if program.exists() and program.stat().st_mtime > max(python.stat().st_mtime, module.stat().st_mtime):
+        return
+    variables = {}
+    for line in (it.build / "Makefile").read_text().replace("\\\n", " ").splitlines():
+        name, equals, value = line.partition("=")
+        if equals:
+            variables.setdefault(name.strip(), value.strip())
+    compiler = _compiler(arch)
+    include = ["-I../source/Include/internal", "-I../source/Include/internal/mimalloc", "-I.", "-I../source/Include"]
+    libraries = [word for name in ("LIBS", "MODLIBS", "SYSLIBS") for word in variables.get(name, "").split()
+                 if word.startswith("-l")]
+    ar = f"{arch.prefix if arch else ''}ar"
+    for command in (["sh", "-ec", STATUS_CONFIG],
+                    [*compiler, "-O2", "-g", "-DPy_BUILD_CORE", *include, "-c", "status-config.c"],
+                    [*compiler, "-O2", "-g", "-DPy_BUILD_CORE_BUILTIN", *include, "-c", module, "-o", "status-module.o"],
+                    [*compiler, "-O2", "-g", "-DPy_BUILD_CORE_BUILTIN", *include, "-c",
+                     overlay.ROOT / "Python/perf_existing.c", "-o", "status-existing.o"],
+                    ["cp", next(it.build.glob("libpython*.a")), "status.a"],
+                    [ar, "d", "status.a", "config.o"],
+                    [compiler[-1], "-Wl,-export-dynamic", "-o", program.name, "Programs/python.o", "status-config.o",
+                     "status-module.o", "status-existing.o", "-Wl,--whole-archive", "status.a", "-Wl,--no-whole-archive", *libraries, "-lm"]):
+        _run(command, it.build, it.env)
+
+
+def main():
+    for kind in sys.argv[1:] or ["native"]:
+        if kind not in ("plain", "native", "nogil", *archs.load()):
+            sys.exit(__doc__)
+        print(*build(kind).command())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (roots.Unavailable, archs.Refusal, RuntimeError) as error:
+        sys.exit(f"intree.py: {error}")
