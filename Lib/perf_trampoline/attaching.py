@@ -278,8 +278,11 @@ def _exchange(target, request, timeout):
             script = outer / "script.py"
             script.write_text(_SCRIPT.format(extension=target.extension, text=text), "utf-8", "surrogateescape")
             _give(target, outer, script)
-            _by_remote_exec(target, f"{inner}/script.py", timeout)
-            keep = not _wait(target, reply, timeout)
+            # A handler of the program's that raises as the script begins takes its place: it is asked again.
+            end, keep = time.monotonic() + timeout, True
+            while keep and time.monotonic() < end:
+                _by_remote_exec(target, f"{inner}/script.py", timeout)
+                keep = not _wait(target, reply, min(timeout, 2))
             if keep:        # it runs a script that it has been told of; one that is not there would be an error of its own
                 draft = outer / "late"
                 draft.write_text(_LATE.format(script=f"{inner}/script.py", directory=inner))
