@@ -14,6 +14,8 @@ Some samples cannot be whole whatever a trampoline does; they are listed apart, 
   - `mode='dwarf'` with an interpreter that keeps frame pointers (`frame_pointers=True`): at a return
     instruction the caller's frame pointer has just been popped, and compilers describe it by its old
     place below the stack pointer. perf copies the stack from the stack pointer up.
+  - `mode='dwarf'` where `below_sp(address)` says of the innermost frame that its unwind data finds registers below the
+    stack pointer: on ppc64le whole prologues, which save into the 288 bytes there before they make their frame.
 Besides, a frame-pointer walk misses the caller of a C function that has not yet set up its frame (where
 that caller is the innermost trampoline, the sample counts as the driver's), and it ends in libc's start
 code, or runs on from there over what `_start` left in the register.
@@ -85,7 +87,7 @@ class Verdict:
     """One thread's samples: counts, shares in percent, and `problems`, empty if all is well."""
 
     def __init__(self, thread, samples, *, least=LEAST, mode='dwarf', frame_pointers=False,
-                 innermost_may_be_missing=False):
+                 innermost_may_be_missing=False, below_sp=lambda address: False):
         self.tid = thread['tid']
         expected = {leaf: entry['stack'] for leaf, entry in thread['leaves'].items()}
         callers = len(os.path.commonprefix(list(expected.values())))
@@ -110,7 +112,9 @@ class Verdict:
             names = tuple(name[0] for frame in reversed(walked) if (name := python_name(frame)))
             if names:
                 found[leaves.get(names) or owner.get(names[-1], 'driver')] += 1
-            if fault := _fault(stack, walked, reached_start):
+            if mode == 'dwarf' and walked and not reached_start and below_sp(walked[0].ip):
+                self.excused['registers below the stack pointer'] += 1
+            elif fault := _fault(stack, walked, reached_start):
                 self.stops[fault] += 1
             elif not reached_start:
                 if mode == 'fp' and not names and walked and in_libc(walked[0]):

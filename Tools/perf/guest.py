@@ -74,6 +74,11 @@ def _base(arch):
                       leave_out=LEAVE_OUT)
 
 
+def interpreter(arch, version):
+    """The path of a guest's interpreter."""
+    return _base(arch) / f'usr/bin/python{version}'
+
+
 def _perf(arch, suite):
     """A suite's perf: the root it is in, and the command in a guest, where that root has a directory of its own."""
     if suite == 'sid':
@@ -153,8 +158,8 @@ def run(arch, modes, builds, workload, limit=None):
             shutil.copyfileobj(archive.stdout, file)
         machine, processor = arch.board
         command = ['timeout', '-k', '5', str(limit), arch.qemu_system, '-M', machine, '-cpu', processor, '-smp', '1',
-                   '-m', str(MEMORY), '-icount', f'shift={TICK},sleep=off', '-nographic', '-no-reboot', '-nic', 'none', '-kernel', kernel(arch), '-initrd',
-                   image, '-append', f'console={arch.console} panic=-1 quiet rdinit=/init']
+                   '-m', str(MEMORY), '-icount', f'shift={TICK},sleep=off', '-nographic', '-no-reboot', '-nic', 'none',
+                   '-kernel', kernel(arch), '-initrd', image, '-append', f'console={arch.console} panic=-1 quiet rdinit=/init']
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     console = done.stdout
     if done.returncode == 124:
