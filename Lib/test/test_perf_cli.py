@@ -749,7 +749,7 @@ exec {shutil.which('perf')} "$@"
 
     def in_mount(self, options, text, fill=False):
         """Look at a directory for images that lies in a file system mounted so."""
-        unshare = next(filter(perf_support._can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
+        unshare = next(filter(perf_support.can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
         if unshare is None:
             self.skipTest('this user cannot mount')
         place = self.scratch / 'place'
@@ -765,7 +765,7 @@ exec {shutil.which('perf')} "$@"
         self.assert_problem('interpreter', 'there is no interpreter', self.doctor('--python', '/none'))
 
     def test_10_a_service_with_a_private_tmp(self):
-        unshare = next(filter(perf_support._can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
+        unshare = next(filter(perf_support.can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
         if unshare is None:
             self.skipTest('this user cannot mount')
         service = subprocess.Popen([*unshare, 'sh', '-c', 'mount -t tmpfs none /tmp; echo; exec sleep 100'],
@@ -851,7 +851,7 @@ class CleanTest(Scratch):
 
     def test_command(self):
         """In a /tmp of its own, where a wrong step removes nobody's files."""
-        unshare = next(filter(perf_support._can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
+        unshare = next(filter(perf_support.can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
         if unshare is None:
             self.skipTest('this user cannot mount a /tmp of its own')
         old, new = f'/tmp/perf-{self.pid}.map', f'/tmp/perf-{self.pid}0000000.map'
