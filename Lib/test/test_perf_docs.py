@@ -21,13 +21,14 @@ def work(seconds):
     while time.process_time() < end: parse(text)
 if __name__ == "__main__": work(float(sys.argv[1]) if len(sys.argv) > 1 else 1)
 '''
-# What the words around the commands take for granted.
+# What the words around the commands take for granted.  The build folder may be below /tmp.
 PREPARE = '''\
 set -eu
+mkdir bin build
+mount --bind {build} build
 mount -t tmpfs none /tmp
-mkdir bin
-printf '#!/bin/sh\\nexec {python} "$@"\\n' >bin/python3
-printf '#!/bin/sh\\nexec {python} -m perf_trampoline "$@"\\n' >bin/perf-trampoline
+printf '#!/bin/sh\\nexec %s/build/bin/python "$@"\\n' "$PWD" >bin/python3
+printf '#!/bin/sh\\nexec %s/build/bin/python -m perf_trampoline "$@"\\n' "$PWD" >bin/perf-trampoline
 chmod +x bin/*
 {base} -m venv --without-pip venv
 python3 prog.py 60 & PID=$!
@@ -47,8 +48,7 @@ class CommandsTest(unittest.TestCase):
         with tempfile.TemporaryDirectory(dir='/var/tmp') as scratch:
             Path(scratch, 'prog.py').write_text(PROGRAM)
             Path(scratch, 'data.json').write_text('[1, 2]')
-            python = Path(sys.prefix, 'bin/python')
-            script = PREPARE.format(python=shlex.quote(str(python)), base=shlex.quote(os.path.realpath(python)))
+            script = PREPARE.format(build=shlex.quote(sys.prefix), base=shlex.quote(sys._base_executable))
             for number, command in enumerate(commands):
                 script += f"echo; echo '{number}:' >&2\n{command}\n"
             env = {name: value for name, value in os.environ.items() if not name.startswith(('PYTHON', 'PERF_', 'XDG_'))}

@@ -13,8 +13,8 @@ import archs
 
 LEVELS = ['all', 'most', 'smoke']       # best first, as the tests name what they ran
 LEGEND = '''\
-CPython versions tested with all three backends. *all*: whole test files; *most*: those tests in them that an
-architecture could break; *smoke*: names, unwind data and deep recursion; *-*: not tested.
+Tested with all three backends: *all* test files, *most*, those tests that an architecture could break, or *smoke*: names,
+unwind data and deep recursion.
 '''
 
 
