@@ -52,7 +52,7 @@ class CommandsTest(unittest.TestCase):
             for number, command in enumerate(commands):
                 script += f"echo; echo '{number}:' >&2\n{command}\n"
             env = {name: value for name, value in os.environ.items() if not name.startswith(('PYTHON', 'PERF_', 'XDG_'))}
-            done = subprocess.run(['unshare', '-m', 'sh', '-c', script], cwd=scratch, text=True, capture_output=True,
+            done = subprocess.run(['unshare', '-m', 'sh', '-c', script], cwd=scratch, capture_output=True, errors='replace',
                                   stdin=subprocess.DEVNULL,
                                   env=env | {'HOME': scratch, 'PATH': f'{scratch}/bin:{env["PATH"]}', 'PAGER': 'cat'})
         words = re.split(r'(?m)^(\d+):\n', done.stderr)[1:]
