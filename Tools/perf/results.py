@@ -13,8 +13,8 @@ import archs
 
 LEVELS = ['all', 'most', 'smoke']       # best first, as the tests name what they ran
 LEGEND = '''\
-Tested with all three backends: *all* test files, *most*, those tests that an architecture could break, or *smoke*: names,
-unwind data and deep recursion.
+Tested with all three backends: *all* test files, *most*, those tests that an architecture could break, or *smoke*:
+names, unwind data and deep recursion.
 '''
 
 
@@ -82,8 +82,8 @@ def summary(cells):
     failed = sum('FAILS' in share(cell) for _, cell in cells)
     whole = sum(cell['whole'] is not None and cell['whole'] >= 98 for _, cell in cells)
     archs_run = len({name for name, _ in cells})
-    return (f'\n\nOn real kernels of {archs_run} architectures {whole} of {len(cells)} profiles have 98 % whole stacks or more, '
-            f'{failed} fail: ``Doc/howto/perf_guests.rst``.')
+    return (f'\n\nOn real kernels of {archs_run} architectures {whole} of {len(cells)} profiles have 98 % whole stacks or '
+            f'more, {failed} fail:\n``Doc/howto/perf_guests.rst``.')
 
 
 def put(file, mark, text):
