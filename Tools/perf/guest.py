@@ -56,8 +56,9 @@ def expected(arch, mode):
     """What table guest/expected.txt says of a mode: the word, and the reason or ''."""
     for line in (HERE / 'guest/expected.txt').read_text().splitlines():
         if not line.startswith('#'):
-            *patterns, word, reason = line.split(None, 4)
-            if all(pattern in ('*', value) for pattern, value in zip(patterns, (arch.name, mode.stacks, mode.python))):
+            *patterns, word, reason = line.split(None, 5)
+            values = arch.name, mode.stacks, mode.python, mode.perf
+            if all(pattern in ('*', value) for pattern, value in zip(patterns, values)):
                 return word, reason.strip('-')
     raise LookupError(f'expected.txt says nothing of {mode} on {arch.name}')
 
@@ -83,7 +84,9 @@ def _perf(arch, suite):
     """A suite's perf: the root it is in, and the command in a guest, where that root has a directory of its own."""
     if suite == 'sid':
         return _base(arch), ['/usr/bin/perf']
-    at = roots.root(suite, arch.debian, ['linux-perf'], name='perf', leave_out=[*LEAVE_OUT, './usr/lib/python3*'])
+    # trixie's perf is linked with Perl's library, of whose modules it needs none.
+    leave_out = [*(pattern for pattern in LEAVE_OUT if 'libperl' not in pattern), './usr/lib/python3*']
+    at = roots.root(suite, arch.debian, ['linux-perf'], name='perf', leave_out=leave_out)
     libraries = next(at.glob('usr/lib/*/libc.so.6')).parent
     program = [next(libraries.glob('ld*.so.*')), '--library-path', libraries, at / 'usr/bin/perf']
     return at, [str(word).replace(str(at), f'/{at.name}') for word in program]
