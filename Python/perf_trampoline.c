@@ -636,6 +636,20 @@ register_code(struct interp *interp, PyCodeObject *code, PyObject *globals)
     return (py_trampoline)slot;
 }
 
+/* The slot that `code` has, or gets now. */
+static py_trampoline
+find_slot(struct interp *interp, PyCodeObject *code, PyObject *globals)
+{
+    py_trampoline slot = (py_trampoline)_PyPerf_CodeExtraAt(code, active_index);
+    if (slot == NULL && interp->active) {
+        slot = register_code(interp, code, globals);
+        if (slot == NULL && active_backend->failed) {
+            _PyPerfTrampoline_Deactivate();
+        }
+    }
+    return slot;
+}
+
 /* Our evaluator takes C stack for every Python call, the interpreter's own takes none. So that a program recurses as
    deep with us as without, at half of the stack the former evaluator is put back until this call returns. Other threads
    of the interpreter go without names so long. */
@@ -696,14 +710,7 @@ evaluate_first_time(PyThreadState *ts, struct _PyInterpreterFrame *frame, int th
     {
         return step_aside(interp, ts, frame, throwflag);
     }
-    PyCodeObject *code = _PyPerf_FrameCode(frame);
-    py_trampoline trampoline = (py_trampoline)_PyPerf_CodeExtraAt(code, active_index);
-    if (trampoline == NULL && interp->active) {
-        trampoline = register_code(interp, code, _PyPerf_FrameGlobals(frame));
-        if (trampoline == NULL && active_backend->failed) {
-            _PyPerfTrampoline_Deactivate();
-        }
-    }
+    py_trampoline trampoline = find_slot(interp, _PyPerf_FrameCode(frame), _PyPerf_FrameGlobals(frame));
     if (trampoline == NULL) {
         return interp->evaluator(ts, frame, throwflag);
     }
@@ -937,13 +944,7 @@ _PyPerfTrampoline_NameCode(PyCodeObject *code, PyObject *globals)
     if (interp == NULL || !interp->active) {
         return -1;
     }
-    py_trampoline slot = (py_trampoline)_PyPerf_CodeExtraAt(code, active_index);
-    if (slot == NULL) {
-        slot = register_code(interp, code, globals);
-        if (slot == NULL && active_backend->failed) {
-            _PyPerfTrampoline_Deactivate();
-        }
-    }
+    py_trampoline slot = find_slot(interp, code, globals);
     return slot == NULL ? -1 : slot != pass_on;
 }
 

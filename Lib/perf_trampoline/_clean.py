@@ -11,12 +11,16 @@ import time
 from perf_trampoline import images
 
 # What a file of ours is called, and how it begins. Other runtimes' files have the same names: ours name Python functions.
+def _number(pattern):
+    """A function from a file's name to the process in it, or None."""
+    return lambda name: int(match[1]) if (match := re.fullmatch(pattern, name)) else None
+
+
 _IN_TMP = {
-    "map": (re.compile(r"perf-(\d+)\.map"), b""),
-    "dump": (re.compile(r"jit-(\d+)\.dump"), (0x4A695444).to_bytes(4, sys.byteorder)),
-    "injected": (re.compile(r"jitted-(\d+)-\d+\.so"), b"\x7fELF"),
+    "map": (_number(r"perf-(\d+)\.map"), b""),
+    "dump": (_number(r"jit-(\d+)\.dump"), (0x4A695444).to_bytes(4, sys.byteorder)),
+    "injected": (_number(r"jitted-(\d+)-\d+\.so"), b"\x7fELF"),
 }
-_IMAGE = re.compile(r"(\d+)-\d+-[0-9a-f]+\.(?:so|new)"), b"\x7fELF"
 _MARK = b"py::"
 _LOOKED_AT = 1 << 16
 
@@ -44,23 +48,23 @@ def left(uid=None, older_than=0, tmp="/tmp", pids=None):
         own = re.fullmatch(r"(/.*/python-perf-)\d+", directory)
         users = [user.pw_uid for user in pwd.getpwall()] if own and uid is None else [uid] if own else []
         for path in dict.fromkeys([f"{own[1]}{user}" for user in users] if own else [directory]):
-            places.append((path, {"image": _IMAGE}))
+            places.append((path, {"image": (images.owner, b"\x7fELF")}))
     for directory, kinds in places:
         try:
             entries = list(os.scandir(directory))
         except OSError:
             continue
         for entry in entries:
-            for kind, (name, magic) in kinds.items():
-                if match := name.fullmatch(entry.name):
-                    pid = int(match[1])
-                    if pid in pids if pids is not None else not os.path.exists(f"/proc/{pid}"):
-                        info = _ours(entry.path, kind, magic, uid)
-                        if info and time.time() - info.st_mtime >= older_than:
-                            found.append({"path": entry.path, "kind": kind, "pid": pid, "uid": info.st_uid,
-                                          "size": info.st_size, "age": round(time.time() - info.st_mtime)})
+            for kind, (owner, magic) in kinds.items():
+                pid = owner(entry.name)
+                if pid is None or (os.path.exists(f"/proc/{pid}") if pids is None else pid not in pids):
+                    continue
+                info = _ours(entry.path, kind, magic, uid)
+                if info and time.time() - info.st_mtime >= older_than:
+                    found.append({"path": entry.path, "kind": kind, "pid": pid, "uid": info.st_uid,
+                                  "size": info.st_size, "age": round(time.time() - info.st_mtime)})
     # A forked child still runs in its parent's image.
-    mapped = images._mapped_files() if found and pids is None else ()
+    mapped = images.mapped_files() if found and pids is None else ()
     return sorted((file for file in found if file["path"] not in mapped), key=lambda file: file["path"])
 
 

@@ -96,11 +96,12 @@ class Doctor:
         except (OSError, ValueError):
             return None
 
-    def _self(self, field):
-        """A field of /proc/self/status."""
-        with open("/proc/self/status", encoding="utf-8", errors="replace") as file:
-            found = re.search(rf"(?m)^{field}:\s*(\S+)", file.read())
-        return found[1] if found else "0"
+    @staticmethod
+    def _status(pid, field, default):
+        """The words of a field of /proc/PID/status."""
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            found = re.search(rf"(?m)^{field}:\s*(.*)", file.read())
+        return found[1].split() if found else [default]
 
     def kernel(self, has_perf):
         """Does it let this user's perf count?  Only a perf can tell."""
@@ -112,11 +113,11 @@ class Doctor:
             return False
         if not has_perf:
             return False
-        capable = bool(int(self._self("CapEff"), 16) & (1 << PERFMON | 1 << SYS_ADMIN))
+        capable = bool(int(self._status("self", "CapEff", "0")[0], 16) & (1 << PERFMON | 1 << SYS_ADMIN))
         try:
-            event = _record._event(self.perf)
+            self.event = event = _record._event(self.perf)
         except perf_script.PerfError as error:
-            seccomp = self._self("Seccomp") == "2"
+            seccomp = self._status("self", "Seccomp", "0") == ["2"]
             if paranoid > 2 and not (capable and not seccomp):
                 self.find(PROBLEM, "kernel", f"kernel.perf_event_paranoid is {paranoid}: users may not profile",
                           "as root: sysctl kernel.perf_event_paranoid=2 (1 to see the kernel's part as well), or give perf "
@@ -181,16 +182,10 @@ class Doctor:
         return None, None
 
     def namespaces(self):
-        if len(self._namespace_pids("self")) > 1 or os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv"):
+        if len(self._status("self", "NSpid", "self")) > 1 or os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv"):
             self.find(NOTE, "container", "this is a container: a perf outside sees other process numbers and another /tmp",
                       "run record inside; or mount one directory at the same path in both, name it with "
                       "PERF_TRAMPOLINE_DIR, and run perf outside")
-
-    @staticmethod
-    def _namespace_pids(pid):
-        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-            found = re.search(r"(?m)^NSpid:\s*(.*)", file.read())
-        return found[1].split() if found else [pid]
 
     def process(self, pid):
         """A running process: does a perf out here see what it writes?"""
@@ -198,7 +193,7 @@ class Doctor:
             owner = os.stat(f"/proc/{pid}").st_uid
             program = os.readlink(f"/proc/{pid}/exe")
             outside, inside = (os.stat(path) for path in ("/tmp", f"/proc/{pid}/root/tmp"))
-            pids = self._namespace_pids(pid)
+            pids = self._status(pid, "NSpid", pid)
         except FileNotFoundError:
             self.find(PROBLEM, "process", f"there is no process {pid}", "look its number up with pgrep")
             return
@@ -214,10 +209,9 @@ class Doctor:
             self.find(NOTE, "process", f"process {pid} calls itself {pids[-1]}: it is in a pid namespace",
                       "use ELF images (perf_elf): their names do not depend on the process number")
         try:
-            with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-                if re.search(r"(?m)^Seccomp:\s*2", file.read()):
-                    self.find(NOTE, "process", f"process {pid} runs under a seccomp filter",
-                              "if names are missing: it must be allowed to mmap files with PROT_EXEC")
+            if self._status(pid, "Seccomp", "0") == ["2"]:
+                self.find(NOTE, "process", f"process {pid} runs under a seccomp filter",
+                          "if names are missing: it must be allowed to mmap files with PROT_EXEC")
             with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape") as maps:
                 mapped = maps.read()
         except OSError:
@@ -230,10 +224,10 @@ class Doctor:
         defaults = {"call_graph": None, "backend": None}
         try:
             call_graph, backend, notes = _record._choose(
-                type("Options", (), defaults), python, self.perf, event := _record._event(self.perf))
+                type("Options", (), defaults), python, self.perf, self.event)
             for note in notes:
                 self.find(NOTE, "choice", note)
-            number, whole = python.trial(backend, call_graph, self.perf, event)
+            number, whole = python.trial(backend, call_graph, self.perf, self.event)
         except (_interpreter.Unusable, perf_script.PerfError, OSError, ValueError) as error:
             self.find(PROBLEM, "trial", f"a known program could not be recorded: {error}", "cure what is said above first")
             return

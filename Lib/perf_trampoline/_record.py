@@ -219,16 +219,11 @@ class _attached:
 
     def __enter__(self):
         if self.pid:
-            attach, self.detach = getattr(perf_trampoline, "attach", None), getattr(perf_trampoline, "detach", None)
-            if not attach:
-                raise _interpreter.Unusable(
-                    "this perf-trampoline cannot attach to a running interpreter: start the program with record, "
-                    "or with -X perf_elf and run perf record -p by hand")
-            attach(self.pid, backend=self.backend)
+            perf_trampoline.attach(self.pid, backend=self.backend)
 
     def __exit__(self, *_):
         if self.pid and os.path.exists(f"/proc/{self.pid}"):
-            self.detach(self.pid)
+            perf_trampoline.detach(self.pid)
 
 
 def _record(command, env, options):

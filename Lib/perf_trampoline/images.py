@@ -45,12 +45,12 @@ def purge(older_than=0):
                 info = entry.stat(follow_symlinks=False)
             except OSError:
                 continue
-            pid = _owner(entry.name)
-            if (pid and info.st_uid == os.geteuid() and time.time() - info.st_mtime >= older_than
+            pid = owner(entry.name)
+            if (pid is not None and info.st_uid == os.geteuid() and time.time() - info.st_mtime >= older_than
                     and not os.path.exists(f"/proc/{pid}")):
                 old.add(entry.path)
     removed = []
-    for path in old - _mapped_files() if old else ():
+    for path in old - mapped_files() if old else ():
         try:
             os.unlink(path)
             removed.append(path)
@@ -59,18 +59,16 @@ def purge(older_than=0):
     return sorted(removed)
 
 
-def _owner(name):
+def owner(name):
     """The process that made an image of this name, PID-NUMBER-TIME.so, or .new while it is made; else None."""
+    # No regular expression: to import re takes longer than all the rest of an activation.
     stem, _, suffix = name.rpartition(".")
-    parts = stem.split("-")
-    try:        # no regular expression: to import re takes longer than all the rest
-        pid, _, _ = int(parts[0]), int(parts[1]), int(parts[2], 16)
-    except (IndexError, ValueError):
-        return None
-    return pid if suffix in ("so", "new") and name == f"{pid}-{'-'.join(parts[1:3])}.{suffix}" else None
+    pid, number, when = parts if len(parts := stem.split("-")) == 3 else ("", "", "")
+    whole = stem.isascii() and pid.isdigit() and number.isdigit() and when and not when.strip("0123456789abcdef")
+    return int(pid) if whole and suffix in ("so", "new") else None
 
 
-def _mapped_files():
+def mapped_files():
     """What the processes of this user have mapped: a forked child still runs in its parent's images."""
     files = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):

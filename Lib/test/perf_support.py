@@ -126,6 +126,14 @@ def can_mount(unshare):
         return False
 
 
+def unshare_mounts():
+    """The command after which a program has mounts of its own; skips the test where this user may not."""
+    for unshare in ['unshare', '-m'], ['unshare', '-rm']:
+        if can_mount(unshare):
+            return unshare
+    raise unittest.SkipTest('this user cannot mount a /tmp of its own')
+
+
 def growth_program(num_before, num_functions):
     """Source that prints by how many KiB a process grows over so many functions, made by function() and dropped."""
     return f'''
@@ -163,9 +171,7 @@ class ProgramTest(unittest.TestCase):
 
     def run_in_private_tmp(self, mount_options, source, **run_options):
         """Run `source`, which calls mount_tmp() to get a /tmp of its own: not before it has imported what lies below."""
-        unshare = next(filter(can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
-        if unshare is None:
-            self.skipTest('this user cannot mount a /tmp of its own')
+        unshare = unshare_mounts()
         mount = ['mount', '-t', 'tmpfs', '-o', mount_options, 'none', '/tmp']
         prelude = f'import subprocess, perf_trampoline\ndef mount_tmp(): subprocess.run({mount}, check=True)\n'
         return self.run_program(prelude + textwrap.dedent(source), python=[*unshare, sys.executable], **run_options)

@@ -469,7 +469,6 @@ subprocess.run([sys.executable, {str(self.write('child.py', PROGRAM.replace('lar
 
 class PidTest(WithPerf):
 
-    @unittest.skipUnless(hasattr(perf_trampoline, 'attach'), 'this build cannot attach')
     def test_a_running_process_is_watched_and_left_as_it_was(self):
         program = self.write('loop.py', 'print(flush=True)\n' + PROGRAM.replace('.4', '.04').replace('.2', '.02')
                              .replace('range(2)', 'range(10000)'))
@@ -522,10 +521,6 @@ sysconfig.get_config_var = lambda name: '.cpython-399-mips.so' if name == 'EXT_S
 import sys; exec(sys.argv[1])" "$2"
 ''', 0o755)
         self.assertRegex(self.refuse('--python', other, '-c', '0'), r'does not fit it \(\.cpython-399-mips\.so\): install')
-
-    @unittest.skipIf(hasattr(perf_trampoline, 'attach'), 'this build can attach')
-    def test_a_running_process_when_attaching_is_not_built_in(self):
-        self.assertIn('cannot attach', cli('record', '--pid', os.getpid(), '-o', self.data, status=125).stderr)
 
 
 class ExportTest(Scratch):
@@ -749,9 +744,7 @@ exec {shutil.which('perf')} "$@"
 
     def in_mount(self, options, text, fill=False):
         """Look at a directory for images that lies in a file system mounted so."""
-        unshare = next(filter(perf_support.can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
-        if unshare is None:
-            self.skipTest('this user cannot mount')
+        unshare = perf_support.unshare_mounts()
         place = self.scratch / 'place'
         place.mkdir()
         script = f'mount -t tmpfs -o {options} none {place} && {f"head -c 16384 /dev/zero >{place}/x;" if fill else ""} exec "$@"'
@@ -765,9 +758,7 @@ exec {shutil.which('perf')} "$@"
         self.assert_problem('interpreter', 'there is no interpreter', self.doctor('--python', '/none'))
 
     def test_10_a_service_with_a_private_tmp(self):
-        unshare = next(filter(perf_support.can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
-        if unshare is None:
-            self.skipTest('this user cannot mount')
+        unshare = perf_support.unshare_mounts()
         service = subprocess.Popen([*unshare, 'sh', '-c', 'mount -t tmpfs none /tmp; echo; exec sleep 100'],
                                    stdout=subprocess.PIPE)
         self.addCleanup(service.communicate)
@@ -851,9 +842,9 @@ class CleanTest(Scratch):
 
     def test_command(self):
         """In a /tmp of its own, where a wrong step removes nobody's files."""
-        unshare = next(filter(perf_support.can_mount, (['unshare', '-m'], ['unshare', '-rm'])), None)
-        if unshare is None or sys.prefix.startswith('/tmp/'):
-            self.skipTest('this user cannot mount a /tmp of its own, or the build is in it')
+        unshare = perf_support.unshare_mounts()
+        if sys.prefix.startswith('/tmp/'):
+            self.skipTest('the build is in the /tmp that is hidden')
         old, new = f'/tmp/perf-{self.pid}.map', f'/tmp/perf-{self.pid}0000000.map'
         image = f'/tmp/images/{self.pid}-1-18ec.so'
 

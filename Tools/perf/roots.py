@@ -72,8 +72,8 @@ def root(suite, debian_arch, packages, name=None, keep_static=False, only=(), le
     """Return the Path of a root of `packages` and what they depend on, making it if need be.
 
     `name` labels the directory.  Static libraries are left out unless `keep_static`.  If `only` lists tar patterns
-    (`*/qemu-s390x`) nothing else is unpacked, nor is what those in `leave_out` match.  Raises Unavailable, or CalledProcessError (no space, say); neither
-    these nor a killed run leave half a root.
+    (`*/qemu-s390x`) nothing else is unpacked, nor is what those in `leave_out` match.  Raises Unavailable, or
+    CalledProcessError (no space, say); neither these nor a killed run leave half a root.
     """
     packages = sorted(set(packages))
     key = hashlib.sha256(repr((FORMAT, packages, keep_static, [*only], *leave_out)).encode()).hexdigest()[:8]
@@ -163,7 +163,10 @@ def _download(home, suite, arch, packages, kind='deb'):
 
 
 def _apt_get(home, *arguments, cwd):
-    """Run apt-get in `home`, which leaves sources in `cwd`; return None or its first error, which names the cause (the later ones give advice)."""
+    """Run apt-get in `home`, which leaves sources in `cwd`.
+
+    Returns None or its first error, which names the cause; the later ones give advice.
+    """
     run = subprocess.run(['apt-get', '-qy', *arguments], text=True, capture_output=True, stdin=subprocess.DEVNULL, cwd=cwd,
                          env=os.environ | {'APT_CONFIG': str(home / 'apt.conf'), 'LC_ALL': 'C'})
     if run.returncode:
