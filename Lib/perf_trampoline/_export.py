@@ -135,8 +135,11 @@ def pprof(profile, title):
         out.append(_field(2, _field(1, list(ids)) + _field(2, values) + b"".join(_field(3, label) for label in labels)))
     for function, number in numbers.items():
         out.append(_field(4, _field(1, number) + _field(4, _field(1, number))))
-        name = function.name if function.kind == _profile.PYTHON else _label(function)
-        out.append(_field(5, _field(1, number) + _field(2, string(name)) + _field(3, string(name))
+        name = symbol = _label(function)
+        if function.kind == _profile.PYTHON:
+            # Readers demangle a name that is its own symbol: "<module>" would lose its template arguments.
+            name, symbol = function.name, f"py::{function.name}:{function.file}"
+        out.append(_field(5, _field(1, number) + _field(2, string(name)) + _field(3, string(symbol))
                           + _field(4, string(function.file))))
     times = [path.sample.time_ns for path in profile.paths]
     out += [_field(10, max(times) - min(times)), _field(11, unit), _field(12, profile.weight // len(profile.paths))]

@@ -567,12 +567,15 @@ class ExportTest(Scratch):
         text = subprocess.run(['protoc', f'-I{self.scratch}', '--decode=P', schema], check=True, capture_output=True,
                               input=gzip.decompress(_export.pprof(self.profile(*self.STACKS), 't'))).stdout.decode()
         strings = [json.loads(value) for value in re.findall(r'string_table: (".*")', text)]
-        functions = {number: strings[int(name)] for number, name in re.findall(r'function \{\s+id: (\d+)\s+name: (\d+)', text)}
+        found = re.findall(r'function \{\s+id: (\d+)\s+name: (\d+)\s+system_name: (\d+)', text)
+        functions = {number: strings[int(name)] for number, name, _ in found}
         samples = [([functions[i] for i in re.findall(r'location_id: (\d+)', sample)],
                     [int(v) for v in re.findall(r'value: (\d+)', sample)])
                    for sample in re.findall(r'(?ms)^sample \{(.*?)^\}', text)]
         self.assertEqual(strings[0], '')
         self.assertEqual(samples, [(['le;af', 'main'], [2, 80]), (['memcpy (libc.so.6)', 'main'], [1, 30])])
+        self.assertEqual({strings[int(symbol)] for _, _, symbol in found},
+                         {'py::le;af:/x/app.py', 'py::main:/x/app.py', 'memcpy (libc.so.6)'})
         self.assertIn('period: 36\n', text)
 
     def test_without_a_viewer_the_page_is_refused_and_exports_offered(self):

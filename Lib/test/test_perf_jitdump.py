@@ -395,7 +395,7 @@ print(os.path.exists(path()) and sum(getattr(r, 'name', '').startswith('py::f_')
 
     def test_full_disk_leaves_whole_records(self):
         self.check_one_message('size=4k', 'No space left on device', r'1\d')
-        self.check_one_message('size=280k', 'No space left on device', r'1\d{3}')
+        self.check_one_message('size=300k', 'No space left on device', r'1\d{3}')
 
 
 class GrowthTest(DumpTest):
