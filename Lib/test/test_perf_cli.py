@@ -1,6 +1,7 @@
 """The command line: what it says, what it writes, and that it is true."""
 
 import argparse
+import collections
 import contextlib
 import gzip
 import json
@@ -9,6 +10,7 @@ import pty
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +40,8 @@ def small(): spin(.2)
 for _ in range(2): large(); small()
 sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
 '''
+
+HAS_VIEWER = os.path.exists(os.path.join(_interpreter.PACKAGE, 'viewer'))
 
 
 def cli(*arguments, status=0, prefix=(), **options):
@@ -483,6 +487,57 @@ class PidTest(WithPerf):
         self.assertIsNone(process.poll())
         self.assertFalse(perf_trampoline.detach(process.pid)['active'])
 
+@unittest.skipUnless(shutil.which('gunicorn'), 'gunicorn is not installed')
+class ServerTest(WithPerf):
+
+    APP = '''
+import ast, os
+SOURCE = open(ast.__file__).read()
+def work(): return ast.dump(ast.parse(SOURCE))
+def app(environ, start_response):
+    body = f'{len(work())} {os.getpid()} {os.getppid()}'.encode()
+    start_response('200 OK', [('Content-Length', str(len(body)))])
+    return [body]
+'''
+
+    def ask(self, path):
+        """Length, worker, master."""
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(path))
+            sock.sendall(b'GET / HTTP/1.0\r\n\r\n')
+            return list(map(int, b''.join(iter(lambda: sock.recv(4096), b'')).split(b'\r\n\r\n')[1].split()))
+
+    def test_from_a_pre_fork_server_to_the_page_in_two_commands(self):
+        self.write('app.py', self.APP)
+        at = self.scratch / 'socket'
+        server = subprocess.Popen(
+            [sys.executable, '-m', 'perf_trampoline', 'record', '-o', self.data, '--images', self.images, shutil.which('gunicorn'),
+             '--workers', '2', '--bind', f'unix:{at}', '--chdir', self.scratch, 'app:app'], stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
+        while not at.exists() and time.monotonic() < deadline:
+            time.sleep(.1)
+        answers = [self.ask(at)]
+        while len({worker for _, worker, _ in answers}) < 2 or len(answers) < 60:
+            answers.append(self.ask(at))
+            self.assertLess(time.monotonic(), deadline, answers)
+        os.kill(answers[0][2], signal.SIGTERM)
+        said = server.communicate(timeout=60)[1]
+        self.assertEqual(server.returncode, 0, said)
+
+        whole = collections.defaultdict(list)       # of each process' samples below work()
+        for sample in perf_script.samples(self.data):
+            names = ' '.join(frame.sym.split(':')[2] for frame in reversed(sample.stack) if frame.sym.startswith('py::'))
+            if ' work' in names:
+                whole[sample.pid].append(bool(re.match('<module> run .* SyncWorker.handle_request app work', names)))
+        self.assertEqual(set(whole), {worker for _, worker, _ in answers})
+        for samples in whole.values():
+            self.assertGreater(len(samples), 5)
+            self.assertGreater(sum(samples) / len(samples), .9)
+        if HAS_VIEWER:
+            page = self.scratch / 'page.html'
+            cli('flamegraph', '-i', self.data, '-o', page)
+            self.assertIn('["python","SyncWorker.handle_request","', page.read_text().replace(', ', ','))
+
 
 class RefusalTest(WithPerf):
     """One sentence that says what to do, and status 125."""
@@ -588,9 +643,6 @@ class ExportTest(Scratch):
         self.assertEqual(cli(*arguments, '--format', 'folded', env=env).stdout, f'{self.scratch}/perf.folded\n')
         self.assertIn('main', (self.scratch / 'perf.folded').read_text())
         self.assertIn('main', cli(*arguments, '--format', 'folded', '-o', '-', env=env).stdout)
-
-
-HAS_VIEWER = os.path.exists(os.path.join(_interpreter.PACKAGE, 'viewer'))
 
 
 class Browser:
