@@ -22,6 +22,11 @@ FULL = os.environ.get('PERF_TRAMPOLINE_FULL') == '1'
 EMULATED = 'qemu' in os.readlink('/proc/thread-self/exe')
 
 
+def times(daily, full=None):
+    """How often to repeat something: every day, and with PERF_TRAMPOLINE_FULL=1; an emulator takes ten times as long."""
+    return full if FULL and full else -(-daily // 5) if EMULATED else daily
+
+
 def build_for(python):
     """Build the package for `python`, a roots.Python; return the command that runs it and its environment.
 

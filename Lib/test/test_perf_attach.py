@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import perf_support
-from perf_support import EMULATED, FULL, ProgramTest, interpreter, map_entries, pyenv_interpreter
+from perf_support import EMULATED, ProgramTest, interpreter, map_entries, pyenv_interpreter, times
 
 # A checksum by threads, forks and signals whose handler raises: what it prints does not depend on time.
 BUSY = '''
@@ -123,12 +123,12 @@ class AttachTest(ProgramTest):
 class BusyTest(AttachTest):
     """A busy process is attached to at moments of chance: what it prints and how it ends are as without."""
 
-    def check_attaching(self, python=([sys.executable], None), times=100 if FULL else 1):
+    def check_attaching(self, python=([sys.executable], None), count=times(1, 100)):
         plain = self.start(BUSY, python)
         plain.send_signal(signal.SIGTERM)
         expected, expected_err = plain.communicate(timeout=60)
         process = self.start(BUSY, python)
-        for i in range(times):
+        for i in range(count):
             time.sleep(random.random() / 10)
             backend = random.choice(['perf', 'perf_jit', 'perf_elf'])
             done = self.attach(process.pid, '--backend', backend)
@@ -212,7 +212,7 @@ print(raised == caught, raised > 10, inside)
     def test_process_that_is_starting(self):
         """It holds the locks of the modules that it is importing, which our code wants too."""
         source = 'import asyncio, json, re, tempfile, time; time.sleep(0.1); print(json.dumps([re.sub("a", "b", "aaa")]))'
-        for _ in range(50 if FULL else 3):
+        for _ in range(times(3, 50)):
             process = subprocess.Popen([sys.executable, '-c', source], text=True, stdout=subprocess.PIPE,
                                        stderr=subprocess.PIPE, env=self.env)
             self.addCleanup(perf_support.remove_files, process.pid)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import perf_support
 import perf_trampoline
 import test_perf_profiler
-from perf_support import EMULATED, FULL, SOURCE, ProgramTest
+from perf_support import EMULATED, FULL, SOURCE, ProgramTest, times
 
 import archs
 import perf_script
@@ -539,7 +539,7 @@ for thread in threads: thread.join()
             self.assertIn('py::first_call:<string>', self.names(process.pid))
 
     def test_every_function_that_ran_is_named_after_sigkill(self):
-        for turn in range(50 if FULL else 8):
+        for turn in range(times(8, 50)):
             source = PRELUDE + ACTIVATE + '''
 for i in range(10 ** 9):
     function(f'killed_{i}', '/x' * 200)()

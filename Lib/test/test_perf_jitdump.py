@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import perf_support
-from perf_support import EMULATED, FULL, SOURCE, ProgramTest
+from perf_support import EMULATED, SOURCE, ProgramTest, times
 
 import jitdump
 from jitdump import CodeClose, CodeDebugInfo, CodeLoad, CodeMove, CodeUnwindingInfo, DebugEntry, JitdumpError
@@ -326,7 +326,7 @@ else:
                              expected)
 
     def test_records_are_whole_after_sigkill(self):
-        for turn in range(50 if FULL else 8):
+        for turn in range(times(8, 50)):
             program = PRELUDE + ACTIVATE + '''
 for i in range(10 ** 9):
     function(f'killed_{i}', '/x' * 200)()

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import perf_support
-from perf_support import EMULATED, FULL, ProgramTest
+from perf_support import EMULATED, ProgramTest, times
 
 PRELUDE = '''\
 import os, sys, time, types
@@ -133,7 +133,7 @@ first_call()
         self.assertIn('py::first_call:<string>', parse(done.stdout).values())
 
     def test_every_function_that_ran_is_named_after_sigkill(self):
-        for turn in range(50 if FULL else 8):
+        for turn in range(times(8, 50)):
             program = PRELUDE + ACTIVATE + '''
 for i in range(10 ** 9):
     function(f'killed_{i}', '/x' * 200)()

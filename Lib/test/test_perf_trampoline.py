@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import perf_support
-from perf_support import EMULATED, FULL, ProgramTest, map_entries
+from perf_support import EMULATED, ProgramTest, map_entries, times
 
 import archs
 import jitdump
@@ -233,7 +233,7 @@ for _ in range(1000):
 
     def test_toggling_while_threads_call(self):
         """CPython: SIGSEGV, and SystemError 'error return without exception set'."""
-        self.check('''
+        self.check(f'''
 stop = []
 def call(depth):
     if depth: return call(depth - 1)
@@ -244,8 +244,8 @@ def work():
         functions(1, threading.get_ident())[0]()
 threads = [threading.Thread(target=work) for _ in range(4)]
 for thread in threads: thread.start()
-for _ in range(10000): activate('perf'); deactivate()
-for _ in range(1000): activate('perf'); activate('perf_jit'); activate('perf_elf')
+for _ in range({times(10000)}): activate('perf'); deactivate()
+for _ in range({times(1000)}): activate('perf'); activate('perf_jit'); activate('perf_elf')
 stop.append(1)
 for thread in threads: thread.join()
 ''')
@@ -554,7 +554,7 @@ def work():
     gc.collect()
     return pid
 pids = []
-for _ in range({50 if FULL else 15}):
+for _ in range({times(15, 50)}):
     if not (pid := work()): break
     wait(pid); pids.append(pid)
 else: print(*pids)
@@ -584,7 +584,7 @@ else:
                 done = self.run_program(f'''
 activate({backend!r})
 pids, counts = [], []
-for i in range({200 if FULL else 40}):
+for i in range({times(40, 200)}):
     functions(1, f'generation_{{i}}')[0]()
     counts.append(len(os.listdir('/proc/self/fd')))
     if pid := os.fork(): os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -616,7 +616,7 @@ print(*pids)
         self.assertIn('py::last_0:<string>', self.names(pids[-1]))
 
     def test_fork_while_threads_register(self):
-        done = self.run_program('''
+        done = self.run_program(f'''
 import warnings; warnings.simplefilter('ignore')
 activate('perf')
 stop, pids = [], []
@@ -624,7 +624,7 @@ def work():
     while not stop: functions(1, threading.get_ident())[0]()
 threads = [threading.Thread(target=work) for _ in range(3)]
 for thread in threads: thread.start()
-for _ in range(20):
+for _ in range({times(20)}):
     if pid := os.fork(): wait(pid); pids.append(pid)
     else:
         for f in functions(20, 'child'): f()
@@ -693,7 +693,7 @@ def run(interpreter, code):
 
     def test_interpreter_that_activates_and_ends(self):
         self.check_interpreters(f'''
-for i in range({500 if FULL else 100}):
+for i in range({times(100, 500)}):
     sub = new(own_gil=i % 2)
     backend = {BACKENDS!r}[i % 3]
     run(sub, f"import sys; sys.activate_stack_trampoline({{backend!r}})\\ndef f(): return 1\\nassert f() == 1")

@@ -101,7 +101,7 @@ def _callee_saved(text):
 
 
 def _status(text):
-    if text not in ("tested", "untested"):
+    if text not in ("hardware", "emulated", "untested"):
         raise ValueError(text)
     return text
 

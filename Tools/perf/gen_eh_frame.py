@@ -222,8 +222,8 @@ def write_or_check(name, text, options):
 
 
 def update_readme(path, table, options):
-    rule = "============ ======= ========"
-    rows = [("architecture", "Debian", "status")]
+    rule = "============ ======= =========="
+    rows = [("architecture", "Debian", "stepped on")]
     rows += [(arch.name, arch.debian, arch.status) for arch in table]
     lines = ["{:<12} {:<7} {}".format(*row) for row in rows]
     body = "\n".join(["", rule, lines[0], rule, *lines[1:], rule, "", ""])

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import archs
 
-LEVELS = ['all', 'most', 'smoke']       # best first, as the tests name what they ran
+LEVELS = ['all', 'smoke']       # best first, as the tests name what they ran
 LEGEND = '''\
-Tested with all three backends: *all* test files, *most*, those tests that an architecture could break, or *smoke*:
-names, unwind data and deep recursion.
+Tested with all three backends: *all* tests of them, or *smoke*: names, unwind data and deep recursion.
 '''
 
 
