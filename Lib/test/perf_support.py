@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 import unittest
 from pathlib import Path
 
@@ -180,3 +181,19 @@ class ProgramTest(unittest.TestCase):
         mount = ['mount', '-t', 'tmpfs', '-o', mount_options, 'none', '/tmp']
         prelude = f'import subprocess, perf_trampoline\ndef mount_tmp(): subprocess.run({mount}, check=True)\n'
         return self.run_program(prelude + textwrap.dedent(source), python=[*unshare, sys.executable], **run_options)
+
+    def killed_programs(self, prelude, **options):
+        """Processes ended by SIGKILL earlier or later, each with the names of all that had certainly been called."""
+        program = prelude + '''
+for i in range(10 ** 9):
+    function(f'killed_{i}', '/x' * 200)()
+    os.write(1, b'%d\\n' % i)
+'''
+        for turn in range(times(8, 50)):
+            with subprocess.Popen([sys.executable, '-c', program], stdout=subprocess.PIPE, **options) as process:
+                process.stdout.readline()
+                time.sleep(turn * 0.003)
+                process.kill()
+                last = int((b'0\n' + process.stdout.read()).rpartition(b'\n')[0].split()[-1])
+            self.addCleanup(remove_files, process.pid)
+            yield process, {f'py::killed_{i}' for i in range(last + 1)}

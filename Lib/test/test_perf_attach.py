@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import unittest
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import perf_support
-from perf_support import EMULATED, ProgramTest, interpreter, map_entries, pyenv_interpreter, times
+from perf_support import ProgramTest, interpreter, map_entries, pyenv_interpreter, times
 
 # A checksum by threads, forks and signals whose handler raises: what it prints does not depend on time.
 BUSY = '''

@@ -26,7 +26,7 @@ import perf_script
 import perf_support
 import perf_trampoline
 from perf_trampoline import _clean, _export, _interpreter, _profile, _record
-from perf_trampoline._profile import KERNEL, NATIVE, OTHER, PYTHON, Function
+from perf_trampoline._profile import NATIVE, PYTHON, Function
 
 # Two leaves, 2 to 1 by their CPU clock, under a caller each.
 PROGRAM = '''

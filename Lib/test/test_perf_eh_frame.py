@@ -551,7 +551,7 @@ class GeneratorTests(TestCase):
         self.assertEqual(self.state(root), before)
 
     def test_check_writes_nothing(self):
-        root, arch = self.tree(), ARCHS["x86_64"]
+        root = self.tree()
         for path in root.glob("Include/internal/*_generated.h"):
             path.unlink()
         before = self.state(root)
@@ -602,7 +602,7 @@ class GeneratorTests(TestCase):
                           "    && PERF_TRAMPOLINE_ADDRESS_RANGE_OFFSET + 4\n"
                           "           < sizeof(perf_trampoline_eh_frame)\n"
                           "    && sizeof(perf_trampoline_code) > 4, \"\");\n"
-                          f'const char arch[] = PERF_TRAMPOLINE_ARCH;\n')
+                          'const char arch[] = PERF_TRAMPOLINE_ARCH;\n')
         text = output(*gcc(arch), "-std=c11", "-E", "-P",
                       f"-I{ROOT / 'Include/internal'}", source)
         self.assertIn(f'arch[] = "{arch.name}"', text)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import perf_support
 import perf_trampoline
 import test_perf_profiler
-from perf_support import EMULATED, FULL, SOURCE, ProgramTest, times
+from perf_support import EMULATED, FULL, SOURCE, ProgramTest
 
 import archs
 import perf_script
@@ -539,20 +539,8 @@ for thread in threads: thread.join()
             self.assertIn('py::first_call:<string>', self.names(process.pid))
 
     def test_every_function_that_ran_is_named_after_sigkill(self):
-        for turn in range(times(8, 50)):
-            source = PRELUDE + ACTIVATE + '''
-for i in range(10 ** 9):
-    function(f'killed_{i}', '/x' * 200)()
-    os.write(1, b'%d\\n' % i)
-'''
-            with subprocess.Popen([sys.executable, '-c', source], stdout=subprocess.PIPE,
-                                  env=os.environ | self.env()) as process:
-                process.stdout.readline()
-                time.sleep(turn * 0.003)
-                process.kill()
-                last = int((b'0\n' + process.stdout.read()).rpartition(b'\n')[0].split()[-1])
-            names = {name.partition(':/')[0] for name in self.names(process.pid)}
-            self.assertLessEqual({f'py::killed_{i}' for i in range(last + 1)}, names)
+        for process, names in self.killed_programs(PRELUDE + ACTIVATE, env=os.environ | self.env()):
+            self.assertLessEqual(names, {name.partition(':/')[0] for name in self.names(process.pid)})
 
     def test_reader_finds_whole_functions_while_others_are_added(self):
         source = '''

@@ -1,13 +1,11 @@
 """PERF_TRAMPOLINE_FILTER and its kind: only wanted functions have slots, whatever the backend, in children too."""
 
-import os
 import sys
 import unittest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import perf_support
 from test_perf_trampoline import BACKENDS, TrampolineTest
 
 import jitdump
@@ -104,7 +102,7 @@ print(status()['slots'] - before['slots'], status()['functions'] - before['funct
                          env={'PERF_TRAMPOLINE_FILTER': 'app'})
 
     def test_other_filter_judges_anew(self):
-        done = self.check_named({'lib', 'application'}, '''
+        self.check_named({'lib', 'application'}, '''
 activate('perf', filter='lib'); call()
 import perf_trampoline
 perf_trampoline.set_filter('application'); call()
@@ -166,7 +164,7 @@ print(perf_trampoline.name_existing() >= 1)
                                  ('app, lib', 'has a space or a control character'), ('a\\', 'ends in a backslash'),
                                  ('x' * 9000, 'is too long')):
             with self.subTest(patterns[:9]):
-                done = self.check(f'''
+                self.check(f'''
 try: activate('perf', filter={patterns!r})
 except ValueError as error: print({reason!r} in str(error), len(str(error).splitlines()), str(error).count('separated by'))
 print(sys.is_stack_trampoline_active(), status()['filter'] == '')

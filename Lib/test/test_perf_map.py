@@ -8,17 +8,15 @@ import ctypes
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
-import time
 import unittest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import perf_support
-from perf_support import EMULATED, ProgramTest, times
+from perf_support import EMULATED, ProgramTest
 
 PRELUDE = '''\
 import os, sys, time, types
@@ -133,20 +131,8 @@ first_call()
         self.assertIn('py::first_call:<string>', parse(done.stdout).values())
 
     def test_every_function_that_ran_is_named_after_sigkill(self):
-        for turn in range(times(8, 50)):
-            program = PRELUDE + ACTIVATE + '''
-for i in range(10 ** 9):
-    function(f'killed_{i}', '/x' * 200)()
-    os.write(1, b'%d\\n' % i)
-'''
-            with subprocess.Popen([sys.executable, '-c', program], stdout=subprocess.PIPE) as process:
-                process.stdout.readline()
-                time.sleep(turn * 0.003)
-                process.kill()
-                last = int((b'0\n' + process.stdout.read()).rpartition(b'\n')[0].split()[-1])
-            names = {name.partition(':/')[0] for name in self.names(process, killed=True)}
-            self.addCleanup(perf_support.remove_files, process.pid)
-            self.assertLessEqual({f'py::killed_{i}' for i in range(last + 1)}, names)
+        for process, names in self.killed_programs(PRELUDE + ACTIVATE):
+            self.assertLessEqual(names, {name.partition(':/')[0] for name in self.names(process, killed=True)})
 
     def test_every_function_of_every_thread_is_named(self):
         done = self.run_program('''
@@ -162,7 +148,7 @@ for thread in threads: thread.join()
         self.assertLessEqual(expected, set(self.names(done)))
 
     def test_function_called_again_after_a_pause_is_not_named_again(self):
-        done = self.run_program(f'''
+        done = self.run_program('''
 f = function('again'); f()
 for _ in range(100):
     sys.deactivate_stack_trampoline(); f(); sys.activate_stack_trampoline('perf'); f()

@@ -725,7 +725,7 @@ for sub in list(interpreters.list_all())[1:]: interpreters.destroy(sub[0] if isi
 
     @unittest.skipIf(sys.version_info < (3, 12), 'an interpreter has no GIL of its own before 3.12')
     def test_interpreters_that_run_at_the_same_time(self):
-        done = self.run_program(self.NEW + f'''
+        done = self.run_program(self.NEW + '''
 activate('perf')
 subs = [new(own_gil=True) for _ in range(4)]
 code = """
@@ -733,7 +733,7 @@ import sys, types
 sys.activate_stack_trampoline('perf')
 plain = (lambda: None).__code__
 for i in range(1000):
-    types.FunctionType(plain.replace(co_name='f', co_qualname=f'sub_%d_{{i}}', co_filename='/x.py'), {{}})()
+    types.FunctionType(plain.replace(co_name='f', co_qualname=f'sub_%d_{i}', co_filename='/x.py'), {})()
 """
 threads = [threading.Thread(target=run, args=(sub, code % i)) for i, sub in enumerate(subs)]
 for thread in threads: thread.start()

@@ -10,7 +10,6 @@ job in job.json, and answers on its console; guest/job.py is the other end.
 import base64
 import binascii
 import contextlib
-import hashlib
 import json
 import os
 import shutil

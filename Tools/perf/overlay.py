@@ -15,7 +15,6 @@ import argparse
 import difflib
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess

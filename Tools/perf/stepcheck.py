@@ -575,7 +575,8 @@ def check(arch, mutants=False, calls=1_000_000):
                 trace, problems = step(how, build, program, trampoline)
                 result.stepped_by.append(arch.qemu_user if how is Stub else "ptrace")
                 result.problems += problems
-                full = trace if how is Stub else full
+                if how is Stub:
+                    full = trace
             result.steps = len(full.steps)
             if problem := abi_problem(build, program, calls):
                 result.problems.append(f"ABI: {problem}")
