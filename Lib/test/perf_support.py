@@ -21,6 +21,8 @@ import roots
 FULL = os.environ.get('PERF_TRAMPOLINE_FULL') == '1'
 # An emulator shows itself here; what it takes of memory and stack says nothing of ours.
 EMULATED = 'qemu' in os.readlink('/proc/thread-self/exe')
+# An emulator keeps something of each piece of code, a sanitizer each block for a while after it was freed.
+GROWS_ANYWAY = EMULATED or 'libasan' in os.environ.get('LD_PRELOAD', '')
 
 
 def times(daily, full=None):
