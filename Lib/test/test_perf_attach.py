@@ -56,6 +56,8 @@ while not state['stop'] or not state['raised'] or state['forks'] < 3:
     child = os.fork()
     if child == 0: os._exit(checksum(100) & 63)
     sums.add(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    for path in f'/tmp/perf-{child}.map', f'/tmp/jit-{child}.dump':
+        if os.path.exists(path): os.unlink(path)
     state['forks'] += 1
 signal.setitimer(signal.ITIMER_REAL, 0)
 for thread in threads: thread.join()
