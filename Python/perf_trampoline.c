@@ -88,6 +88,7 @@ static size_t num_functions;
 static size_t num_slots;
 static char failure[sizeof(((_PyPerf_Status *)NULL)->failure)];
 static pid_t process_id;
+static bool forked;                 /* and functions have the slots of the parent still */
 
 /* initial-exec: one instruction instead of a call. The C library keeps room for such small ones in the static block. */
 static _Thread_local struct {
@@ -640,6 +641,9 @@ register_code(struct interp *interp, PyCodeObject *code, PyObject *globals)
 static py_trampoline
 find_slot(struct interp *interp, PyCodeObject *code, PyObject *globals)
 {
+    if (forked) {
+        _PyPerfTrampoline_AfterForkChild(NULL);
+    }
     py_trampoline slot = (py_trampoline)_PyPerf_CodeExtraAt(code, active_index);
     if (slot == NULL && interp->active) {
         slot = register_code(interp, code, globals);
@@ -825,11 +829,15 @@ after_fork_in_parent(void)
     pthread_mutex_unlock(&lock);
 }
 
-/* Also in the child of a C library's fork(), which may only exec: nothing is opened here. */
+/* Also in the child of a C library's fork(), which may only exec: nothing is opened here. It may run Python code as well,
+   without a word to the interpreter: what follows from the fork is done at its first call, which finds no slot. */
 static void
 after_fork_in_child(void)
 {
     pthread_mutex_init(&lock, NULL);
+    forked = true;
+    active_index = PY_SSIZE_T_MAX;
+    num_functions = 0;
     process_id = 0;
     this_thread.thread_id = 0;
     _PyPerfWindow_AfterFork();
@@ -852,14 +860,16 @@ _PyPerfTrampoline_AfterForkChild(const _PyPerf_Backend *inherited)
     /* With a new number for our extra no function has a slot, so each is named in a file of this process when it is
        called. Where numbers have run out functions keep the slots and names of the parent. */
     struct interp *interp = find_interp(PyInterpreterState_Get());
-    num_functions = 0;
+    forked = false;
     for (struct backend_state *backend = backends; backend < backends + NUM_BACKENDS; backend++) {
         Py_ssize_t inherited_index = backend->extra_index;
         if (interp == NULL || inherited_index < 0 || backend->ops == inherited) {
             continue;
         }
         backend->extra_index = -1;
-        interp->has_index[backend - backends] = false;
+        for (struct interp *each = interps; each != NULL; each = each->next) {
+            each->has_index[backend - backends] = false;
+        }
         if (backend == active_backend && request_index(interp, backend) < 0) {
             backend->extra_index = inherited_index;
             interp->has_index[backend - backends] = true;
@@ -888,6 +898,9 @@ _PyPerfTrampoline_Activate(const _PyPerf_Backend *ops)
     static bool fork_handlers;
     struct backend_state *backend = find_backend(ops);
 
+    if (forked) {
+        _PyPerfTrampoline_AfterForkChild(NULL);
+    }
     pthread_mutex_lock(&lock);
     failure[0] = '\0';
     if (!fork_handlers) {
@@ -951,6 +964,9 @@ _PyPerfTrampoline_NameCode(PyCodeObject *code, PyObject *globals)
 int
 _PyPerfTrampoline_SetFilter(const char *patterns)
 {
+    if (forked) {
+        _PyPerfTrampoline_AfterForkChild(NULL);
+    }
     pthread_mutex_lock(&lock);
     int status = _PyPerfFilter_Set(patterns);
     pthread_mutex_unlock(&lock);

@@ -124,7 +124,7 @@ extern void _PyPerfTrampoline_ForgetInterpreter(PyInterpreterState *interp);
 extern int _PyPerfTrampoline_WatchInterpreter(void);
 
 /* In the child, with the interpreter usable again: functions are registered anew, in files of the child's own. Not those
-   of `inherited`, which has the parent's entries there (NULL: none has). */
+   of `inherited`, which has the parent's entries there (NULL: none has). It is done by itself when functions are called. */
 extern void _PyPerfTrampoline_AfterForkChild(const _PyPerf_Backend *inherited);
 
 /* In the child: begin its map with the parent's entries. */

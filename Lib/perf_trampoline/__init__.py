@@ -188,5 +188,3 @@ for _name, _function in _in_sys.items():
         setattr(sys, _name, _function)
     elif hasattr(sys, _name):
         delattr(sys, _name)
-
-os.register_at_fork(after_in_child=_core.after_fork_child)

@@ -1,0 +1,305 @@
+"""Lives that programs lead: servers that fork, coroutines on stacks of their own, users that change, refusals of all kinds.
+
+Each is lived with every backend: the program does what it does without, its functions have names, other people's bytes
+stay, and of what goes wrong one line tells.
+"""
+
+import http.client
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+import unittest.mock
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import perf_support
+from perf_support import EMULATED, FULL
+from test_perf_map import parse
+from test_perf_trampoline import BACKENDS, PRELUDE, TrampolineTest
+
+import archs
+import jitdump
+import perf_script
+
+VARIABLES = {'perf': 'PYTHONPERFSUPPORT', 'perf_jit': 'PYTHON_PERF_JIT_SUPPORT', 'perf_elf': 'PYTHON_PERF_ELF_SUPPORT'}
+NOBODY = 65534
+# Any Python code that runs for a message of ours would be seen.
+SILENT = '''
+import warnings
+sys.unraisablehook = lambda unraisable: print('unraisable', unraisable, flush=True)
+warnings.showwarning = lambda *warning: print('warning', *warning, flush=True)
+def registers(): return [path for path in status()['files'] if f'{os.getpid()}' in path]
+'''
+
+
+class LivesTest(TrampolineTest):
+
+    def setUp(self):
+        # Other users make their images below.
+        scratch = tempfile.TemporaryDirectory(prefix='lives-')
+        self.addCleanup(scratch.cleanup)
+        self.scratch = Path(scratch.name)
+        self.scratch.chmod(0o1777)
+        self.images = f'{self.scratch}/images'
+
+    def switched_on(self, backend):
+        return {'PERF_TRAMPOLINE_DIR': self.images, VARIABLES[backend]: '1'}
+
+    def functions(self, pid, backend):
+        """The names of the functions in that process's files, which are whole, whatever became of it."""
+        if backend == 'perf':
+            parse(Path(f'/tmp/perf-{pid}.map').read_text('utf-8'), killed=True)
+        elif backend == 'perf_jit':
+            header, records = jitdump.read(f'/tmp/jit-{pid}.dump')
+            self.assertEqual({header.pid} | {record.pid for record in records if hasattr(record, 'pid')}, {int(pid)})
+        return {name[4:].partition(':')[0] for name in self.names(pid, backend)}
+
+    def assert_named(self, pid, backend, present, absent=()):
+        found = self.functions(pid, backend)
+        self.assertEqual((set(present) - found, set(absent) & found), (set(), set()), (pid, backend))
+
+    def each_backend(self):
+        for backend in BACKENDS:
+            with self.subTest(backend):
+                yield backend
+
+    def assert_one_message(self, done, reason, path=''):
+        """It says the reason, once, and so does status(), which the program has printed last."""
+        self.assertRegex(done.stderr, rf'\Aperf trampoline: [^\n]*{reason}[^\n]*\n\Z')
+        self.assertEqual(done.stdout.splitlines()[-1], done.stderr.removeprefix('perf trampoline: ').rstrip('\n'))
+
+
+class MultiprocessingTest(LivesTest):
+
+    PROGRAM = '''
+import multiprocessing, os, sys
+def before(n): return n + 1
+def work(n): return os.getpid(), before(n)
+def parent_later(): pass
+if __name__ == '__main__':
+    before(1)
+    with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
+        workers = [process.pid for process in multiprocessing.active_children()]
+        results = pool.map(work, range(50), 1)
+        pool.close(); pool.join()
+    parent_later()
+    assert [number for _, number in results] == [*range(1, 51)]
+    assert {pid for pid, _ in results} <= {*workers}
+    print(*workers)
+'''
+
+    def test_workers_of_every_kind(self):
+        program = self.scratch / 'program.py'
+        program.write_text(self.PROGRAM)
+        for backend in self.each_backend():
+            for method in ('fork', 'spawn', 'forkserver') if FULL or backend == 'perf_elf' else ['fork']:
+                with self.subTest(method):
+                    done = perf_support.run([program, method], env=os.environ | self.switched_on(backend))
+                    workers = done.stdout.split()
+                    self.remove_files_of(done.pid, *workers)
+                    self.assertEqual(done.stderr, '')
+                    self.assert_named(done.pid, backend, {'before', 'parent_later'}, {'work'})
+                    worked = set.union(*(self.functions(pid, backend) for pid in workers))
+                    self.assertLessEqual({'before', 'work'}, worked)
+                    self.assertNotIn('parent_later', worked)
+
+    def test_subprocess_inherits_what_the_environment_says(self):
+        for backend in self.each_backend():
+            done = self.run_program('''
+import subprocess
+source = 'import sys; print(sys.is_stack_trampoline_active())\\ndef in_subprocess(): pass\\nin_subprocess()'
+plain = {name: value for name, value in os.environ.items() if 'PERF' not in name or 'DIR' in name}
+for env in os.environ, plain, os.environ | dict.fromkeys(set(os.environ) - set(plain), '0'):
+    with subprocess.Popen([sys.executable, '-c', source], env=env, stdout=subprocess.PIPE, text=True) as process:
+        print(process.pid, process.stdout.read(), end='')
+''', env={VARIABLES[backend]: '1'})
+            self.assertEqual(done.stderr, '')
+            found = [line.split() for line in done.stdout.splitlines()]
+            self.remove_files_of(*(pid for pid, _ in found))
+            self.assertEqual([active for _, active in found], ['True', 'False', 'False'])
+            self.assert_named(found[0][0], backend, {'in_subprocess'})
+            self.assertEqual([self.files(pid) for pid, _ in found[1:]], [{}, {}])
+            self.assert_named(done.pid, backend, {'Popen.__init__'}, {'in_subprocess'})
+
+    def test_fork_that_python_is_not_told_of(self):
+        """A server that embeds Python, or an extension, calls the C library's."""
+        for backend in self.each_backend():
+            done = self.check(f'''
+import ctypes
+activate({backend!r})
+def shared(): pass
+def child_only(): pass
+def parent_only(): pass
+libc = ctypes.PyDLL(None)
+shared()
+if pid := libc.fork():
+    wait(pid); parent_only(); os.write(1, b'%d' % pid)
+else:
+    ctypes.pythonapi.PyOS_AfterFork_Child() if {FULL} else None
+    shared(); child_only()
+    for f in functions(3000, 'late'): f()
+    os._exit(0)
+''', stdout=unittest.mock.ANY)
+            self.remove_files_of(done.stdout)
+            self.assert_named(done.pid, backend, {'shared', 'parent_only'}, {'child_only', 'late_7'})
+            self.assert_named(done.stdout, backend, {'shared', 'child_only', 'late_2999'}, {'parent_only'})
+
+
+class ServerTest(LivesTest):
+    """Servers that load their application, then fork."""
+
+    APPLICATION = '''
+import os
+def shared(): return b'%d' % os.getpid()
+def before_fork(): return shared()
+before_fork()
+def in_request(): return shared()
+def application(environ, start_response):
+    start_response('200 OK', [('Content-Type', 'text/plain')])
+    return [in_request()]
+'''
+
+    def request(self, path):
+        connection = http.client.HTTPConnection('localhost', timeout=10)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(str(path))
+        connection.request('GET', '/')
+        try:
+            return connection.getresponse().read().decode()
+        finally:
+            connection.close()
+
+    def check_server(self, *command, env=(), end=signal.SIGTERM):
+        (self.scratch / 'app.py').write_text(self.APPLICATION)
+        for backend in self.each_backend():
+            address = self.scratch / f'{backend}.socket'
+            with open(self.scratch / 'log', 'w+') as log:
+                server = subprocess.Popen([word.replace('SOCKET', str(address)) for word in command], cwd=self.scratch,
+                                          env=os.environ | self.switched_on(backend) | dict(env), stdout=log, stderr=log)
+                try:
+                    started = time.monotonic()
+                    while not address.exists() and server.poll() is None and time.monotonic() < started + 20:
+                        time.sleep(0.02)
+                    workers = set()
+                    while len(workers) < 2 and time.monotonic() < started + 20:
+                        workers.add(self.request(address))
+                finally:
+                    server.send_signal(end)
+                    status = server.wait(20)
+                log.seek(0)
+                said = log.read()
+            self.remove_files_of(server.pid, *workers)
+            self.assertEqual((status, len(workers)), (0, 2), said)
+            self.assertNotRegex(said, 'perf trampoline|Traceback')
+            self.assert_named(server.pid, backend, {'shared', 'before_fork'}, {'in_request', 'application'})
+            for worker in workers:
+                self.assert_named(worker, backend, {'shared', 'in_request', 'application'}, {'before_fork'})
+
+    def test_gunicorn(self):
+        if subprocess.run([sys.executable, '-c', 'import gunicorn'], capture_output=True).returncode:
+            self.skipTest('gunicorn is missing')
+        self.check_server(sys.executable, '-m', 'gunicorn', '--preload', '-w', '2', '-b', 'unix:SOCKET', 'app:application')
+
+    def test_uwsgi(self):
+        uwsgi = ['uwsgi', '--plugin', 'python3']
+        if not shutil.which('uwsgi'):
+            self.skipTest('uwsgi is missing')
+        done = subprocess.run([*uwsgi, '--python-version'], capture_output=True, text=True)
+        if done.stdout.strip() != '.'.join(map(str, sys.version_info[:3])):
+            self.skipTest('uwsgi has another Python')
+        self.check_server(*uwsgi, '--http-socket', 'SOCKET', '--master', '-p', '2', '--need-app', '--die-on-term',
+                          '--wsgi-file', 'app.py', env={'PYTHONUSERBASE': sys.prefix})
+
+
+class GreenletTest(LivesTest):
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        if subprocess.run([sys.executable, '-c', 'import greenlet'], capture_output=True).returncode:
+            raise unittest.SkipTest('greenlet is missing')
+
+    def test_switch_throw_and_death_within_traced_functions(self):
+        self.check_same_as_plain('''
+from greenlet import GreenletExit, getcurrent, greenlet
+log = []
+def deep(n, then): return deep(n - 1, then) + 1 if n else then()
+def work(name):
+    try:
+        for i in range(50):
+            functions(1, f'{name}_{i}')[0]()
+            log.append(deep(i, lambda: main.switch(i) and 0))
+    except (KeyError, GreenletExit) as error:
+        log.append(repr(error))
+        raise
+main = getcurrent()
+lets = [greenlet(lambda name=name: work(name)) for name in 'abc']
+for i in range(30):
+    for let in lets: assert let.switch(1) in (i, None)
+try: lets[0].throw(KeyError('thrown'))
+except KeyError as error: log.append(str(error))
+lets[1].throw(GreenletExit)
+del lets[2], let
+gc.collect()
+thread = threading.Thread(target=lambda: greenlet(lambda: log.append(deep(100, lambda: 0))).switch())
+thread.start(); thread.join()
+late = greenlet(lambda: deep(3000, lambda: main.switch(0)))
+late.switch()
+print(log, late.dead)
+''')
+
+    def test_each_sample_shows_its_own_greenlet_only(self):
+        try:
+            perf_script.check()
+        except perf_script.PerfError as error:
+            self.skipTest(str(error))
+        program = self.scratch / 'program.py'
+        program.write_text('''
+import time
+from greenlet import getcurrent, greenlet
+def burn():
+    end = time.process_time() + 0.004
+    while time.process_time() < end: sum(range(100))
+def one(): one_deeper()
+def one_deeper(): run()
+def two(): two_deeper()
+def two_deeper(): two_deepest()
+def two_deepest(): run()
+def three(): run()
+def run():
+    while True:
+        burn()
+        hub.switch()
+hub = getcurrent()
+lets = [greenlet(f) for f in (one, two, three)]
+while time.process_time() < 0.8:
+    for let in lets: let.switch()
+''')
+        expected = ['one', 'one_deeper', 'run'], ['two', 'two_deeper', 'two_deepest', 'run'], ['three', 'run']
+        for backend in 'perf_jit', 'perf_elf':
+            with self.subTest(backend):
+                data = self.scratch / f'{backend}.data'
+                perf_script.record([sys.executable, '-X', backend, program], data, freq=500, call_graph='dwarf,32768',
+                                   env=os.environ | {'PERF_TRAMPOLINE_DIR': self.images})
+                if backend == 'perf_jit':
+                    data = perf_script.inject(data)
+                stacks = [[name[0] for frame in reversed(sample.stack) if (name := perf_script.python_name(frame))]
+                          for sample in perf_script.samples(data)]
+                burning = [stack[1:-1] for stack in stacks if stack[-1:] == ['burn']]
+                self.assertGreater(len(burning), 50)
+                for stack in burning:
+                    self.assertIn(stack, expected)
+                for stack in expected:
+                    self.assertGreater(burning.count(stack), 0.2 * len(burning))
+
+
+if __name__ == '__main__':
+    unittest.main()
