@@ -75,6 +75,21 @@ perf_deactivate(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(fail_doc,
+"fail(sentence)\n--\n\n"
+"Report a failure, bytes, on stderr and in status().");
+
+static PyObject *
+perf_fail(PyObject *Py_UNUSED(module), PyObject *sentence)
+{
+    const char *text = PyBytes_AsString(sentence);
+    if (text == NULL) {
+        return NULL;
+    }
+    _PyPerf_Fail("%s", text);
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(status_doc,
 "status()\n--\n\n"
 "A dict: see perf_trampoline.status().");
@@ -302,6 +317,7 @@ static PyMethodDef perf_methods[] = {
     {"activate", perf_activate, METH_O, activate_doc},
     {"set_directories", perf_set_directories, METH_O, set_directories_doc},
     {"deactivate", perf_deactivate, METH_NOARGS, deactivate_doc},
+    {"fail", perf_fail, METH_O, fail_doc},
     {"status", perf_status, METH_NOARGS, status_doc},
     {"name_existing", perf_name_existing, METH_NOARGS, name_existing_doc},
     {"set_filter", perf_set_filter, METH_O, set_filter_doc},

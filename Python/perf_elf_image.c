@@ -425,6 +425,8 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     const Elf64_Shdr *section = image->section;
     const size_t size = lay_out(image, num_slots, slot_size);
     const size_t code_end = section[HASH].sh_offset;
+    _PyPerf_HeldSignals held;
+    _PyPerf_HoldSignals(&held);
     /* Allocated, for a store into a hole of a full file system is a SIGBUS. */
     if ((errno = posix_fallocate(fd, 0, size)) == 0) {
         image->window = _PyPerfWindow_Map(fd, code_end, size - code_end);
@@ -433,7 +435,9 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     image->window_offset = code_end;
     image->window_size = size - code_end;
     image->section_headers = (Elf64_Shdr *)(image->window + image->window_size - sizeof(image->section));
-    if (image->window == NULL || write_code(image, fd, num_slots, slot_size) < 0) {
+    int written = image->window == NULL ? -1 : write_code(image, fd, num_slots, slot_size);
+    _PyPerf_LetSignals(&held);
+    if (written < 0) {
         *out_reason = strerror(errno);
         goto error;
     }
@@ -451,8 +455,7 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     struct link_map *map;
     if (handle == NULL || dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0) {
         void *page = mmap(NULL, 1, PROT_READ | PROT_EXEC, MAP_PRIVATE, fd, 0);
-        *out_reason = page == MAP_FAILED ? "the file system is mounted noexec, or executable mappings are forbidden"
-                                         : dlerror();
+        *out_reason = page == MAP_FAILED ? _PyPerf_FORBIDDEN : dlerror();
         goto error;
     }
     close(fd);

@@ -19,7 +19,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
@@ -322,7 +321,10 @@ _PyPerfFile_Reserve(_PyPerf_File *file, size_t size)
     if (file->window_room - file->window_used < size) {
         int saved_errno = errno;
         int fd = _PyPerfFile_Descriptor(file);
+        _PyPerf_HeldSignals held;
+        _PyPerf_HoldSignals(&held);
         int status = fd < 0 ? -1 : take_room(file, fd, size);
+        _PyPerf_LetSignals(&held);
         if (status < 0) {
             _PyPerf_Fail("cannot write %s: %s", file->path,
                          errno == ESTALE || errno == ENOENT ? "it was removed" : strerror(errno));

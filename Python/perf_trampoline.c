@@ -20,12 +20,15 @@
 #ifndef _PyPerf_STUBS
 
 #include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -86,7 +89,6 @@ static struct backend_state *active_backend;
 static Py_ssize_t active_index;     /* active_backend->extra_index, for the evaluator */
 static size_t num_functions;
 static size_t num_slots;
-static char failure[sizeof(((_PyPerf_Status *)NULL)->failure)];
 static pid_t process_id;
 static bool forked;                 /* and functions have the slots of the parent still */
 
@@ -101,14 +103,87 @@ __attribute__((tls_model("initial-exec")))
 #endif
 = {.stack_limit = UINTPTR_MAX};
 
+/* --- Failures --- */
+
+static pthread_mutex_t failure_lock = PTHREAD_MUTEX_INITIALIZER;
+static char failure[sizeof(((_PyPerf_Status *)NULL)->failure)];
+static struct stat error_output;    /* what descriptor 2 was when we came */
+
+void
+_PyPerf_HoldSignals(_PyPerf_HeldSignals *out_held)
+{
+    sigset_t ours;
+    sigemptyset(&ours);
+    sigaddset(&ours, SIGXFSZ);
+    sigaddset(&ours, SIGPIPE);
+    sigpending(&out_held->pending);
+    pthread_sigmask(SIG_BLOCK, &ours, &out_held->mask);
+}
+
+void
+_PyPerf_LetSignals(const _PyPerf_HeldSignals *held)
+{
+    static const int signals[] = {SIGXFSZ, SIGPIPE};
+    const struct timespec at_once = {0};
+    int saved_errno = errno;
+    for (size_t i = 0; i < Py_ARRAY_LENGTH(signals); i++) {
+        sigset_t one;
+        sigemptyset(&one);
+        sigaddset(&one, signals[i]);
+        while (!sigismember(&held->pending, signals[i]) && sigtimedwait(&one, NULL, &at_once) < 0 && errno == EINTR) {
+        }
+    }
+    pthread_sigmask(SIG_SETMASK, &held->mask, NULL);
+    errno = saved_errno;
+}
+
+static void
+look_at_error_output(void)
+{
+    if (error_output.st_mode == 0 && fstat(STDERR_FILENO, &error_output) < 0) {
+        error_output.st_mode = ~(mode_t)0;      /* closed: nothing is the same */
+    }
+}
+
+/* Descriptor 2 may be a file or a connection of the program's by now, and its bytes are not ours to add to; what is
+   appended to or a terminal is still for messages. Nor is anybody kept waiting until they are read. */
+static void
+say(const char *sentence)
+{
+    struct stat st;
+    struct pollfd ready = {.fd = STDERR_FILENO, .events = POLLOUT};
+    look_at_error_output();
+    if (fstat(STDERR_FILENO, &st) == 0 && poll(&ready, 1, 0) == 1 && (ready.revents & POLLOUT)
+        && ((st.st_dev == error_output.st_dev && st.st_ino == error_output.st_ino) || isatty(STDERR_FILENO)
+            || (S_ISREG(st.st_mode) && (fcntl(STDERR_FILENO, F_GETFL) & O_APPEND))))
+    {
+        _PyPerf_HeldSignals held;
+        _PyPerf_HoldSignals(&held);
+        dprintf(STDERR_FILENO, "perf trampoline: %s\n", sentence);
+        _PyPerf_LetSignals(&held);
+    }
+}
+
 int
 _PyPerf_Fail(const char *format, ...)
 {
+    char sentence[sizeof(failure)];
     va_list args;
     va_start(args, format);
-    vsnprintf(failure, sizeof(failure), format, args);
+    vsnprintf(sentence, sizeof(sentence), format, args);
     va_end(args);
-    dprintf(STDERR_FILENO, "perf trampoline: %s\n", failure);
+    for (char *c = sentence; *c != '\0'; c++) {
+        if ((unsigned char)*c < ' ' || *c == 0x7f) {        /* in a path */
+            *c = '?';
+        }
+    }
+    pthread_mutex_lock(&failure_lock);
+    bool is_new = strcmp(failure, sentence) != 0;
+    strcpy(failure, sentence);
+    pthread_mutex_unlock(&failure_lock);
+    if (is_new) {
+        say(sentence);
+    }
     return -1;
 }
 
@@ -835,6 +910,7 @@ static void
 after_fork_in_child(void)
 {
     pthread_mutex_init(&lock, NULL);
+    pthread_mutex_init(&failure_lock, NULL);
     forked = true;
     active_index = PY_SSIZE_T_MAX;
     num_functions = 0;
@@ -901,8 +977,11 @@ _PyPerfTrampoline_Activate(const _PyPerf_Backend *ops)
     if (forked) {
         _PyPerfTrampoline_AfterForkChild(NULL);
     }
-    pthread_mutex_lock(&lock);
+    look_at_error_output();
+    pthread_mutex_lock(&failure_lock);
     failure[0] = '\0';
+    pthread_mutex_unlock(&failure_lock);
+    pthread_mutex_lock(&lock);
     if (!fork_handlers) {
         fork_handlers = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child) == 0;
     }
@@ -1071,8 +1150,10 @@ _PyPerfTrampoline_GetStatus(_PyPerf_Status *out_status)
         out_status->displaced = !is_ours(evaluator) && interp->num_aside == 0;
         out_status->chained = interp->evaluator != _PyEval_EvalFrameDefault;
     }
-    memcpy(out_status->failure, failure, sizeof(failure));
     pthread_mutex_unlock(&lock);
+    pthread_mutex_lock(&failure_lock);
+    memcpy(out_status->failure, failure, sizeof(failure));
+    pthread_mutex_unlock(&failure_lock);
 }
 
 /* After the interpreter's finalization, by exit(): no function is registered any more. */

@@ -11,6 +11,7 @@
 
 #ifndef _PyPerf_STUBS
 
+#include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <sys/types.h>
@@ -152,8 +153,20 @@ typedef struct {
 
 extern void _PyPerfTrampoline_GetStatus(_PyPerf_Status *out_status);
 
-/* Report a failure, once: a line on stderr, and in the status. printf-style, one sentence. Returns -1. */
+/* Report a failure, once: a line on stderr, unless that has become something else, and in the status. printf-style, one
+   sentence. Returns -1. */
 extern int _PyPerf_Fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+#define _PyPerf_FORBIDDEN "the file system is mounted noexec, or executable mappings are forbidden"
+
+/* A write beyond a limit, or to nobody, brings a signal that kills unless the program ignores it. Around such a write of
+   ours: what it brings about is gone afterwards. errno stays. */
+typedef struct {
+    sigset_t mask, pending;
+} _PyPerf_HeldSignals;
+
+extern void _PyPerf_HoldSignals(_PyPerf_HeldSignals *out_held);
+extern void _PyPerf_LetSignals(const _PyPerf_HeldSignals *held);
 
 /* Process and thread as the kernel numbers them, without a system call. */
 extern pid_t _PyPerf_ProcessId(void);

@@ -24,4 +24,4 @@ if (backend := wanted()) is not None:
     try:
         perf_trampoline.activate(backend)
     except Exception as error:      # the program starts, whatever becomes of its profile
-        print(f"perf trampoline: {error}", file=sys.stderr)
+        perf_trampoline._core.fail(str(error).encode("utf-8", "backslashreplace"))

@@ -36,7 +36,7 @@ SILENT = '''
 import warnings
 sys.unraisablehook = lambda unraisable: print('unraisable', unraisable, flush=True)
 warnings.showwarning = lambda *warning: print('warning', *warning, flush=True)
-def registers(): return [path for path in status()['files'] if f'{os.getpid()}' in path]
+
 '''
 
 
@@ -217,6 +217,203 @@ def application(environ, start_response):
             self.skipTest('uwsgi has another Python')
         self.check_server(*uwsgi, '--http-socket', 'SOCKET', '--master', '-p', '2', '--need-app', '--die-on-term',
                           '--wsgi-file', 'app.py', env={'PYTHONUSERBASE': sys.prefix})
+
+
+class RefusalTest(LivesTest):
+    """The kernel refuses something from some moment on."""
+
+    # Functions are made before, so that only their naming needs anything.
+    MADE = SILENT + """
+import resource, signal
+made = functions(4000, 'made')
+before = functions(10, 'before')
+def call(of):
+    for f in of: assert f() is None
+def results(): call(made); print(sys.is_stack_trampoline_active()); print(status()['failure'])
+"""
+
+    def check_refused(self, refuse, reason, backends=BACKENDS, named=True, **options):
+        """With `refuse` done after a first few functions, all goes on but names."""
+        for backend in backends:
+            with self.subTest(backend):
+                done = self.run_program(f'{self.MADE}\nactivate({backend!r}); call(before); status()\n{refuse}\nresults()',
+                                        **options)
+                self.assert_one_message(done, reason)
+                self.assertEqual(done.stdout.splitlines()[-2:-1], ['False'])
+                self.assert_named(done.pid, backend, {f'before_{i}' for i in range(10)})
+
+    def test_limit_on_file_sizes_kills_nobody(self):
+        """The signal for it is fatal unless the interpreter's way with it is left as it is."""
+        self.check_refused("""
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+""", 'File too large')
+
+    def test_limit_on_file_sizes_from_the_beginning(self):
+        for backend in self.each_backend():
+            for size in 0, 20000:
+                done = self.run_program(self.MADE + f"""
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))
+activate({backend!r}); results()
+""")
+                self.assert_one_message(done, 'File too large')
+
+    def test_limit_on_descriptors(self):
+        self.check_refused("""
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1,) * 2)
+""", '(Too many open files|cannot open shared object file)')
+
+    def test_limit_on_memory(self):
+        self.check_refused("""
+made += functions(8000, 'more')
+gc.collect(); gc.disable()
+size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size, size))
+""", '(Cannot allocate memory|no memory)')
+
+    # Refuse mprotect() that makes executable, as systemd's MemoryDenyWriteExecute and SELinux's execmem do; with `mmap`
+    # mapping files so as well.
+    FILTER = """
+import ctypes, struct
+libc = ctypes.CDLL(None, use_errno=True)
+def refuse_executable(error, mmap):
+    numbers = {'x86_64': (10, 329, 9), 'ppc64le': (125, 386, 90)}.get(os.uname().machine, (226, 288, 222))
+    load, equal, set_bits, ret = 0x20, 0x15, 0x45, 0x06
+    code = [(load, 0, 0, 0)]
+    for number in numbers[:3 if mmap else 2]:
+        low = 16 + 8 * 2 + (4 if sys.byteorder == 'big' else 0)
+        code += [(equal, 0, 4, number), (load, 0, 0, low), (set_bits, 0, 1, 4), (ret, 0, 0, 0x50000 | error),
+                 (ret, 0, 0, 0x7fff0000)]
+    code += [(ret, 0, 0, 0x7fff0000)]
+    filter = b''.join(struct.pack('HBBI', *one) for one in code)
+    room = ctypes.create_string_buffer(filter, len(filter))
+    program = struct.pack('HxxxxxxQ', len(code), ctypes.addressof(room))
+    assert libc.prctl(38, 1, 0, 0, 0) == 0      # PR_SET_NO_NEW_PRIVS
+    if libc.prctl(22, 2, program, 0, 0):        # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+        print('no seccomp'); sys.exit()
+"""
+
+    @unittest.skipIf(EMULATED or os.uname().machine == 's390x', 'an emulator makes its own code; s390x has another mmap()')
+    def test_executable_memory_is_refused(self):
+        for error, reason in (1, 'Operation not permitted'), (13, 'Permission denied'):
+            for mmap, backends in (False, BACKENDS[:2]), (True, BACKENDS):
+                for backend in backends:
+                    with self.subTest(backend, error=error, mmap=mmap):
+                        done = self.run_program(f"""{self.FILTER}{self.MADE}
+import perf_trampoline.images
+refuse_executable({error}, {mmap}); activate({backend!r}); results()""")
+                        if done.stdout == 'no seccomp\n':
+                            self.skipTest('this kernel has no seccomp')
+                        self.assert_one_message(done, f'({reason}|executable mappings are forbidden)')
+            done = self.run_program(f'{self.FILTER}{self.MADE}refuse_executable({error}, False)\nactivate("perf_elf"); results()')
+            self.assertEqual((done.stdout, done.stderr), ('True\nNone\n', ''))
+            self.assert_named(done.pid, 'perf_elf', {'made_3999'})
+
+    @unittest.skipIf(EMULATED or os.uname().machine == 's390x', 'an emulator makes its own code; s390x has another mmap()')
+    def test_executable_memory_is_refused_later(self):
+        for backend in self.each_backend():
+            done = self.run_program(f"""{self.FILTER}{self.MADE}
+activate({backend!r}); call(before); call(functions(2000, 'many')); refuse_executable(13, True); results()""")
+            if done.stdout == 'no seccomp\n':
+                self.skipTest('this kernel has no seccomp')
+            self.assert_one_message(done, '(Permission denied|executable mappings are forbidden)')
+            self.assert_named(done.pid, backend, {'before_9', 'many_1999', 'made_9'})
+
+    @unittest.skipIf(EMULATED, 'an emulator makes its own code')
+    def test_kernel_that_denies_writable_memory_to_become_executable(self):
+        for backend in BACKENDS[:2]:
+            with self.subTest(backend):
+                done = self.run_program(f"""{self.MADE}
+import ctypes
+print(ctypes.CDLL(None).prctl(65, 1, 0, 0, 0))         # PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN
+activate({backend!r}); results()""")
+                if not done.stdout.startswith('0\n'):
+                    self.skipTest('this kernel has no PR_SET_MDWE')
+                self.assert_one_message(done, 'no executable memory for trampolines: Permission denied')
+
+
+class DescriptorTest(LivesTest):
+    """Descriptors are the program's: whatever it opens, closes or has under a number is none of ours."""
+
+    def test_all_are_closed_and_taken_for_other_files(self):
+        precious = self.scratch / 'precious'
+        for backend in self.each_backend():
+            precious.write_text('precious')
+            done = self.check(f"""
+activate({backend!r})
+for f in functions(100, 'before'): f()
+fd = os.open({str(precious)!r}, os.O_RDWR)
+for number in range(3, 100): os.dup2(fd, number)
+for f in functions(4000, 'after'): f()
+print(sum(os.fstat(number).st_ino == os.fstat(fd).st_ino for number in range(3, 100)))
+os.closerange(3, 100)
+for f in functions(4000, 'last'): f()
+print(*sorted(os.listdir('/proc/self/fd')))
+if (pid := os.fork()) == 0: functions(1, 'child')[0](); os._exit(0)
+wait(pid)
+""", stdout='97\n0 1 2 3\n')
+            self.assertEqual(precious.read_text(), 'precious')
+            self.assert_named(done.pid, backend, {'before_99', 'after_3999', 'last_3999'})
+
+    FAIL = RefusalTest.MADE + """
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+results()
+"""
+
+    def test_message_is_not_written_into_a_file_that_has_the_number_of_stderr(self):
+        precious = self.scratch / 'precious'
+        for backend in self.each_backend():
+            precious.write_text('precious')
+            done = self.run_program(f"""
+activate({backend!r})
+os.dup2(os.open({str(precious)!r}, os.O_RDWR), 2)
+os.closerange(3, 100)
+{self.FAIL}""")
+            self.assertEqual((precious.read_text(), done.stderr), ('precious', ''))
+            self.assertRegex(done.stdout, r'\AFalse\n.*(Too many|cannot open).*\n\Z')
+
+    def test_message_goes_into_a_log_that_stderr_is_led_to(self):
+        log = self.scratch / 'log'
+        done = self.run_program(f"""
+activate('perf')
+os.dup2(os.open({str(log)!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+os.closerange(3, 100)
+{self.FAIL}""")
+        done.stderr += log.read_text()
+        self.assert_one_message(done, 'Too many open files')
+
+    def test_message_to_a_broken_pipe_kills_nobody(self):
+        for backend in self.each_backend():
+            done = self.run_program(f"""
+import signal
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+reader, writer = os.pipe()
+os.dup2(writer, 2); os.close(reader)
+activate({backend!r})
+os.closerange(3, 100)
+{self.FAIL}""")
+            self.assertRegex(done.stdout, r'\AFalse\n.*(Too many|cannot open).*\n\Z')
+
+    def test_message_to_a_full_pipe_keeps_nobody_waiting(self):
+        for backend in self.each_backend():
+            done = self.run_program(f"""
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+try:
+    while True: os.write(writer, bytes(4096))
+except BlockingIOError: os.set_blocking(writer, True)
+os.dup2(writer, 2)
+os.dup2(reader, 100)
+activate({backend!r})
+os.closerange(3, 100)
+{self.FAIL}""", timeout=20)
+            self.assertRegex(done.stdout, r'\AFalse\n.*(Too many|cannot open).*\n\Z')
+
+    def test_closed_stderr_sends_no_message_elsewhere(self):
+        """The start-up hook's sentence belongs into status() all the same."""
+        done = self.run_program('print(status()["failure"])', '-X', 'perf_elf=/tmp/perf-x', preexec_fn=lambda: os.close(2))
+        self.assertRegex(done.stdout, r'\Aperf reads no images in /tmp/perf-x: .*\n\Z')
 
 
 class GreenletTest(LivesTest):
