@@ -67,6 +67,7 @@ struct image {
 };
 
 static char *_Atomic directories;       /* separated by ':'; a former list is never freed, a thread may read it */
+static uid_t directories_user;          /* who chose them */
 static atomic_int num_unusable;         /* so many of them have failed */
 static struct image *_Atomic images;        /* of this process; none is ever freed */
 static atomic_int num_images;
@@ -75,6 +76,7 @@ void
 _PyPerfElf_SetDirectories(const char *colon_separated)
 {
     directories = strdup(colon_separated);
+    directories_user = geteuid();
     num_unusable = 0;
 }
 
@@ -369,6 +371,27 @@ lay_out(struct image *image, size_t num_slots, size_t slot_size)
 
 /* --- Files --- */
 
+/* A directory whose name ends in the number of a user is another for each, and a process may become another user. */
+static void
+name_directory(const char *chosen, char *path)
+{
+    char number[16];
+    size_t size = strlen(chosen), number_size = sprintf(number, "-%u", (unsigned)directories_user);
+    if (size > number_size && strcmp(chosen + size - number_size, number) == 0) {
+        snprintf(path, PATH_MAX, "%.*s-%u", (int)(size - number_size), chosen, (unsigned)geteuid());
+    }
+    else {
+        snprintf(path, PATH_MAX, "%s", chosen);
+    }
+}
+
+/* Whatever the umask is. */
+static int
+make_directory(const char *path)
+{
+    return mkdir(path, 0700) == 0 ? chmod(path, 0700) : -1;
+}
+
 /* Create a file of an unused name in `directory`, which must be ours alone. Returns its descriptor, or -1 with errno. It
    is called .so only when it is whole. */
 static int
@@ -377,10 +400,10 @@ create_file(const char *directory, char *path)
     snprintf(path, PATH_MAX, "%s", directory);
     for (char *slash = path; (slash = strchr(slash + 1, '/')) != NULL; *slash = '/') {
         *slash = '\0';
-        mkdir(path, 0700);
+        make_directory(path);
     }
     struct stat st;
-    if ((mkdir(path, 0700) < 0 && errno != EEXIST) || lstat(path, &st) < 0) {
+    if ((make_directory(path) < 0 && errno != EEXIST) || lstat(path, &st) < 0) {
         return -1;
     }
     if (!S_ISDIR(st.st_mode) || st.st_uid != geteuid() || (st.st_mode & 022) != 0) {
@@ -391,7 +414,11 @@ create_file(const char *directory, char *path)
     clock_gettime(CLOCK_REALTIME, &now);
     snprintf(path + strlen(path), PATH_MAX - strlen(path), "/%d-%d-%llx.new", (int)_PyPerf_ProcessId(),
              atomic_fetch_add(&num_images, 1) + 1, (long long)now.tv_sec * 1000000000 + now.tv_nsec);
-    return open(path, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (fd >= 0) {
+        (void)!fchmod(fd, 0600);
+    }
+    return fd;
 }
 
 static void
@@ -495,15 +522,17 @@ elf_reserve(_PyPerf_CodeMemory *out_memory)
     for (int i = num_images; i > 0 && num_slots < MAX_NUM_SLOTS; i--) {
         num_slots *= 4;
     }
-    char *list = directories == NULL ? NULL : strdup(directories), *rest = list, *directory;
+    char *list = directories == NULL ? NULL : strdup(directories), *rest = list, *chosen;
     if (list == NULL) {
         return _PyPerf_Fail("no directory for images is known, or no memory for its name");
     }
-    for (int i = 0, tried = num_unusable; (directory = strsep(&rest, ":")) != NULL; i++) {
+    for (int i = 0, tried = num_unusable; (chosen = strsep(&rest, ":")) != NULL; i++) {
+        char directory[PATH_MAX];
         const char *reason;
         if (i < tried) {
             continue;
         }
+        name_directory(chosen, directory);
         if (make_image(directory, num_slots, out_memory, &reason) == 0) {
             if (i > tried) {
                 _PyPerf_Fail("cannot make images in %s; they are in %s", first_failure, directory);

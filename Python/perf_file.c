@@ -215,7 +215,11 @@ _PyPerfFile_Open(_PyPerf_File *file, const char *path, bool appended_by_others)
     file->appended_by_others = appended_by_others;
     for (int tries = 0; fd < 0 && tries < 3; tries++) {
         fd = open(path, flags | O_CREAT | O_EXCL, 0600);
-        if (fd >= 0 || errno != EEXIST) {
+        if (fd >= 0) {
+            (void)!fchmod(fd, 0600);            /* whatever the umask is */
+            break;
+        }
+        if (errno != EEXIST) {
             break;
         }
         if (appended_by_others) {
@@ -243,6 +247,7 @@ _PyPerfFile_Open(_PyPerf_File *file, const char *path, bool appended_by_others)
     if (file->is_open) {
         file->dev = st.st_dev;
         file->ino = st.st_ino;
+        file->user = st.st_uid;
         file->end = 0;
     }
     else {
@@ -327,7 +332,9 @@ _PyPerfFile_Reserve(_PyPerf_File *file, size_t size)
         _PyPerf_LetSignals(&held);
         if (status < 0) {
             _PyPerf_Fail("cannot write %s: %s", file->path,
-                         errno == ESTALE || errno == ENOENT ? "it was removed" : strerror(errno));
+                         errno == ESTALE || errno == ENOENT ? "it was removed"
+                         : errno == EACCES && file->user != geteuid() ? "the process was another user when it was made"
+                         : strerror(errno));
         }
         if (fd >= 0) {
             close(fd);

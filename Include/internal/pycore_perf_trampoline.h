@@ -91,7 +91,8 @@ extern const _PyPerf_Backend _PyPerf_map_backend;
 extern const _PyPerf_Backend _PyPerf_jitdump_backend;
 extern const _PyPerf_Backend _PyPerf_elf_backend;
 
-/* Where images are made: the first directory of the list that can hold one. */
+/* Where images are made: the first directory of the list that can hold one. Where a name ends in "-" and the number of
+   the effective user of now, the user of the moment has a directory of his own. */
 extern void _PyPerfElf_SetDirectories(const char *colon_separated);
 
 /* reserve() and retire() of the backends whose slots live in anonymous memory. `original` is a backend's one piece of
@@ -223,6 +224,7 @@ typedef struct {
     char path[64];
     dev_t dev;                          /* which file that was */
     ino_t ino;
+    uid_t user;                         /* and whose */
     bool is_open;
     bool appended_by_others;            /* room is taken by one O_APPEND write of newlines, and never given back */
     off_t end;                          /* of what is reserved */

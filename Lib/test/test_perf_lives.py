@@ -416,6 +416,223 @@ os.closerange(3, 100)
         self.assertRegex(done.stdout, r'\Aperf reads no images in /tmp/perf-x: .*\n\Z')
 
 
+class UserTest(LivesTest):
+    """Processes that begin as one user and go on as another."""
+
+    BECOME_NOBODY = f'os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n'
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        if os.geteuid():
+            raise unittest.SkipTest('only root can become another user')
+        if EMULATED:
+            raise unittest.SkipTest('an emulator finds its own files no more when it has changed its user')
+
+    def test_umask_of_any_kind(self):
+        """Files are for their user alone, and for him always."""
+        for backend in self.each_backend():
+            for umask in (0o777, 0o277, 0) if FULL else (0o777,):
+                done = self.check(f"""
+{self.BECOME_NOBODY}os.umask({umask})
+activate({backend!r})
+for f in functions(1500, 'made'): f()
+print(status()['failure'], {{oct(os.stat(path).st_mode & 0o777) for path in status()['files']}})
+""", env={'PERF_TRAMPOLINE_DIR': f'{self.scratch}/of/{umask}'}, stdout="None {'0o600'}\n")
+                self.images = f'{self.scratch}/of/{umask}'
+                self.assert_named(done.pid, backend, {'made_1499'})
+                shutil.rmtree(f'{self.scratch}/of', ignore_errors=True)
+
+    def check_change(self, change, backend, reason):
+        """All that was named before stays, and one sentence says that no name is added."""
+        done = self.run_program(f"""
+activate({backend!r})
+for f in functions(100, 'before'): f()
+{change}
+for f in functions(4000, 'after'): f()
+print(sys.is_stack_trampoline_active()); print(status()['failure'])
+""")
+        self.assert_one_message(done, reason)
+        self.assert_named(done.pid, backend, {'before_99', 'after_0'})
+
+    def test_files_of_the_former_user(self):
+        for change in self.BECOME_NOBODY, f'os.seteuid({NOBODY})':
+            for backend in BACKENDS[:2]:
+                with self.subTest(backend, change=change):
+                    self.check_change(change, backend, 'the process was another user when it was made')
+            self.check_change(change, 'perf_elf', 'not a directory of this user alone')
+
+    def test_images_of_the_later_user_are_in_a_directory_of_his(self):
+        for change in self.BECOME_NOBODY, f'os.seteuid({NOBODY})\n':
+            with self.subTest(change):
+                done = self.run_in_private_tmp('mode=1777', PRELUDE + f"""
+mount_tmp()
+del os.environ['PERF_TRAMPOLINE_DIR']
+activate('perf_elf')
+for f in functions(100, 'before'): f()
+{change}
+for f in functions(4000, 'after'): f()
+if (pid := os.fork()) == 0: functions(1, 'child')[0](); os._exit(0)
+wait(pid)
+print(sys.is_stack_trampoline_active(), status()['failure'], {{os.path.dirname(path) for path in status()['files']}})
+print(os.stat('/tmp/python-perf-{NOBODY}').st_uid, len(os.listdir('/tmp/python-perf-{NOBODY}')))
+""")
+                self.assertEqual(done.stderr, '')
+                self.assertRegex(done.stdout, rf"\ATrue None {{('/tmp/python-perf-({NOBODY}|0)'(, )?){{2}}}}\n{NOBODY} [23]\n\Z")
+
+    def test_server_whose_workers_become_another_user(self):
+        """The child opens its files as the first user, and goes on as the second."""
+        for backend in self.each_backend():
+            done = self.run_program(f"""
+activate({backend!r})
+functions(1, 'parent')[0]()
+if pid := os.fork(): wait(pid); print(pid)
+else:
+    functions(1, 'early')[0]()
+    {self.BECOME_NOBODY.strip()}
+    for f in functions(50, 'late'): f()
+    os._exit(0)
+""")
+            self.remove_files_of(done.stdout.strip())
+            self.assertEqual(done.stderr, '')
+            self.assert_named(done.stdout.strip(), backend, {'early_0', 'late_49'}, {'parent_0'})
+
+
+class NamespaceTest(LivesTest):
+
+    def test_process_numbers_of_its_own(self):
+        unshare = perf_support.unshare_mounts()
+        for backend in self.each_backend():
+            done = perf_support.run(['-c', PRELUDE + f"""
+import subprocess
+subprocess.run(['mount', '-t', 'tmpfs', 'none', '/tmp'], check=True)
+os.environ['PERF_TRAMPOLINE_DIR'] = '/tmp/images'
+activate({backend!r})
+def inside(): pass
+inside()
+print(os.getpid(), status()['failure'], *status()['files'])
+for path in status()['files']: print(b'py::inside:' in open(path, 'rb').read())
+"""], python=[*unshare, '-pf', '--kill-child', sys.executable])
+            self.assertEqual(done.stderr, '')
+            self.assertRegex(done.stdout, r'\A1 None /tmp/(perf-1\.map|jit-1\.dump|images/1-1-\w+\.so)\nTrue\n\Z')
+
+    def test_two_processes_of_one_number_share_a_directory(self):
+        """The later one has the name; the earlier one says so, and neither writes into the other's file."""
+        if os.geteuid():
+            self.skipTest('only root has two namespaces within one')
+        program = PRELUDE + """
+activate(sys.argv[1])
+def call(name, count):
+    for f in functions(count, name): f()
+call(sys.argv[2], 10)
+print('ready', flush=True); sys.stdin.readline()
+call(sys.argv[2] + '_more', 4000)
+print(status()['failure'] is None, os.path.exists(path := status()['files'][0]) and
+      (sys.argv[2] + '_more_1:').encode() in open(path, 'rb').read(), flush=True)
+"""
+        for backend in self.each_backend():
+            done = self.run_in_private_tmp('mode=1777', f"""
+import os, sys
+mount_tmp()
+os.environ['PERF_TRAMPOLINE_DIR'] = '/tmp/images'
+def start(name):
+    process = subprocess.Popen(['unshare', '-pf', '--kill-child', sys.executable, '-c', {program!r}, {backend!r}, name], text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == 'ready\\n'
+    return process
+first = start('first')
+second = start('second')
+for process in second, first: print(*process.communicate('go on\\n'), process.returncode)
+""")
+            alone = 'True True\n  0\n'
+            late = alone if backend == 'perf_elf' else 'False False\n perf trampoline: cannot write .*: it was removed\n 0\n'
+            self.assertRegex(done.stdout, rf'\A{alone}{late}\Z')
+            self.assertEqual(done.stderr, '')
+
+
+class NameTest(LivesTest):
+
+    def test_names_that_are_no_text_in_any_locale(self):
+        directory = os.fsencode(self.scratch) + b'/\xff\xe9'
+        os.mkdir(directory)
+        program = os.fsdecode(directory + b'/pr\xf6gram.py')
+        source = "import sys\ndef größe(): return 1\nprint(größe(), ascii(__file__), ascii(größe.__code__.co_filename))\n"
+        Path(program).write_text(source, 'utf-8')
+        for locale in {'LC_ALL': 'C.UTF-8'}, {'LC_ALL': 'C'}, {'LC_ALL': 'POSIX', 'PYTHONCOERCECLOCALE': '0', 'PYTHONUTF8': '0'}:
+            with self.subTest(locale):
+                env = os.environ | locale
+                plain = perf_support.run([program], env=env)
+                for backend in self.each_backend():
+                    done = perf_support.run([program], env=env | self.switched_on(backend))
+                    self.remove_files_of(done.pid)
+                    self.assertEqual((done.stdout, done.stderr), (plain.stdout, ''))
+                    self.assertIn(rf'py::größe:{self.scratch}/\xff\xe9/pr\xf6gram.py', self.names(done.pid, backend))
+                    if backend == 'perf_jit':
+                        paths = {entry.name for record in jitdump.read(f'/tmp/jit-{done.pid}.dump')[1]
+                                 for entry in getattr(record, 'entries', ())}
+                        self.assertIn(program, paths)
+
+    def test_message_is_one_line_whatever_a_path_is(self):
+        done = self.run_program('print(status()["failure"])', '-X', f'perf_elf={self.scratch}/a\n\x1b[31m:b')
+        self.assert_one_message(done, r'colon.*a\?\?\[31m:b')
+
+
+class EndTest(LivesTest):
+    """However a process ends, what it has named is in files that are whole."""
+
+    ENDS = {
+        'os._exit(3)': 3, 'os.abort()': -signal.SIGABRT, 'os.kill(os.getpid(), 9)': -9, 'os.kill(os.getpid(), 11)': -11,
+        'os.execv("/bin/true", ["true"])': 0, 'sys.exit(3)': 3, 'raise KeyboardInterrupt': -signal.SIGINT,
+        'threading.Thread(target=lambda: sys.exit(3)).start()': 0,
+        'threading.Thread(target=lambda: os._exit(3)).start(); __import__("time").sleep(9)': 3,
+        'ctypes.CDLL(None).exit(3)': 3, 'ctypes.CDLL(None).quick_exit(3)': 3,
+    }
+
+    def test_ends_of_all_kinds(self):
+        for number, (end, status) in enumerate(self.ENDS.items()):
+            for backend in BACKENDS if FULL else [BACKENDS[number % 3]]:
+                with self.subTest(end, backend=backend):
+                    done = self.run_program(f"""
+import ctypes, resource
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+activate({backend!r})
+for f in functions(1500, 'made'): f()
+def last(): {end}
+last()
+""", check=False)
+                    self.assertEqual(done.returncode, status, done.stderr)
+                    self.assertNotIn('perf trampoline', done.stderr)
+                    self.assert_named(done.pid, backend, {'made_0', 'made_1499', 'last'})
+
+    def test_python_that_becomes_another_python(self):
+        """The same process number: the file of what was there before is an earlier process's."""
+        for backend in self.each_backend():
+            done = self.run_program("""
+def before(): os.execv(sys.executable, [sys.executable, '-c', 'def after(): print(1)\\nafter()'])
+before()
+""", env=self.switched_on(backend))
+            self.assertEqual((done.stdout, done.stderr), ('1\n', ''))
+            self.assert_named(done.pid, backend, {'after'}, {'before'} if backend != 'perf_elf' else ())
+
+    def test_nothing_of_it_is_seen_by_the_strictest_program(self):
+        """All warnings are errors, sockets and files that nobody closes are told, whatever becomes of the trampolines."""
+        program = SILENT + """
+sys.addaudithook(lambda event, arguments: event.startswith('perf') and print(event))
+threads = [threading.Thread(target=lambda: [f() for f in functions(20, threading.get_ident())]) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+if (pid := os.fork()) == 0: functions(1, 'child')[0](); os._exit(0)
+wait(pid)
+"""
+        for backend in self.each_backend():
+            self.check(program, '-X', 'dev', '-W', 'error', '-X', backend)
+            done = self.run_program(program, '-X', 'dev', '-W', 'error', '-X', backend,
+                                    preexec_fn=lambda: __import__('resource').setrlimit(
+                                        __import__('resource').RLIMIT_FSIZE, (0, 0)))
+            self.assertRegex(done.stderr, r'\Aperf trampoline: [^\n]*File too large[^\n]*\n\Z')
+            self.assertEqual(done.stdout, '')
+
+
 class GreenletTest(LivesTest):
 
     @classmethod
