@@ -633,6 +633,75 @@ wait(pid)
             self.assertEqual(done.stdout, '')
 
 
+@unittest.skipIf(EMULATED, 'perf sees the emulator')
+class WatchedTest(LivesTest):
+    """A service of one user, and what others see of it with `perf record -p`."""
+
+    SERVICE = """
+import os, sys
+def burn(n):
+    while n: n -= 1
+def outer(): burn(20000)
+print('ready', os.getpid(), flush=True)
+while True: outer()
+"""
+    PERFMON, PTRACE, READ = 'cap_38', 'cap_19', 'cap_2'
+    OPERATOR = 12345
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        if os.geteuid():
+            raise unittest.SkipTest('only root can become other users')
+        try:
+            perf_script.check()
+        except perf_script.PerfError as error:
+            raise unittest.SkipTest(str(error))
+
+    def shares(self, backend, *capabilities):
+        """Of the samples in burn(): which part shows it, and outer() too, to root or a user with these capabilities."""
+        def become(user, *more): return ['setpriv', f'--reuid={user}', f'--regid={user}', '--clear-groups', *more]
+        service = subprocess.Popen([*become(NOBODY), sys.executable, '-X', backend, '-c', self.SERVICE], text=True,
+                                   stdout=subprocess.PIPE, env=os.environ | {'PERF_TRAMPOLINE_DIR': self.images})
+        self.addCleanup(service.stdout.close)
+        self.addCleanup(service.wait)
+        self.addCleanup(service.kill)
+        self.addCleanup(self.remove_files_of, service.pid)
+        self.assertEqual(service.stdout.readline(), f'ready {service.pid}\n')
+        granted = ','.join(f'+{capability}' for capability in capabilities)
+        operator = become(self.OPERATOR, f'--inh-caps={granted}', f'--ambient-caps={granted}') if granted else []
+        perf = [*operator, 'env', f'HOME={self.scratch}', 'PERF_CONFIG=/dev/null', 'perf']
+        data = self.scratch / f'{service.pid}.data'
+        record = subprocess.run([*perf, 'record', '-q', '-e', perf_script.EVENT, '-F', '299', '-k', 'mono', '--call-graph',
+                                 'dwarf,32768', '-o', data, '-p', str(service.pid), 'sleep', '1'], text=True,
+                                capture_output=True)
+        self.assertEqual(record.returncode, 0, record.stderr)
+        self.assertIsNone(service.poll())
+        if backend == 'perf_jit':
+            data = perf_script.inject(data)
+        stacks = [[name[0] for frame in sample.stack if (name := perf_script.python_name(frame))]
+                  for sample in perf_script.samples(data, perf)]
+        self.assertGreater(len(stacks), 50)
+        return [sum(stack[:len(names)] == names for stack in stacks) / len(stacks) for names in (['burn'], ['burn', 'outer'])]
+
+    def test_root_sees_all_of_a_service(self):
+        for backend in self.each_backend():
+            leaf, whole = self.shares(backend)
+            self.assertGreater(leaf, 0.9)
+            if backend != 'perf':       # a map has no unwind data
+                self.assertGreater(whole, 0.9)
+
+    def test_perfmon_alone_sees_samples_without_names(self):
+        for backend in ['perf', 'perf_elf']:
+            with self.subTest(backend):
+                self.assertEqual(self.shares(backend, self.PERFMON), [0, 0])
+
+    def test_perfmon_that_may_read_files_sees_all_of_images(self):
+        leaf, whole = self.shares('perf_elf', self.PERFMON, self.PTRACE, self.READ)
+        self.assertGreater(leaf, 0.9)
+        self.assertGreater(whole, 0.9)
+
+
 class GreenletTest(LivesTest):
 
     @classmethod
