@@ -455,7 +455,10 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     _PyPerf_HeldSignals held;
     _PyPerf_HoldSignals(&held);
     /* Allocated, for a store into a hole of a full file system is a SIGBUS. */
-    if ((errno = posix_fallocate(fd, 0, size)) == 0) {
+    do {
+        errno = posix_fallocate(fd, 0, size);
+    } while (errno == EINTR);       /* a signal of the program's */
+    if (errno == 0) {
         image->window = _PyPerfWindow_Map(fd, code_end, size - code_end);
     }
     image->names_size = 1;

@@ -47,12 +47,33 @@ static struct {
 #define NUM_WINDOWS (sizeof(windows) / sizeof(windows[0]))
 
 static atomic_int num_lost;
-static struct sigaction former_action;
+static atomic_int num_passed_on;
+static struct sigaction first_action, former_action;
+
+/* Whoever came after us and restores what he found, us, does not get the signal again. */
+static void
+pass_on(int signum, siginfo_t *info, void *context)
+{
+    struct sigaction action = num_passed_on++ == 0 ? former_action : first_action;
+    if (action.sa_flags & SA_SIGINFO) {
+        action.sa_sigaction(signum, info, context);
+    }
+    else if (action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN) {
+        action.sa_handler(signum);
+    }
+    else {      /* a fault happens again, and ends the process as it would have */
+        sigaction(SIGBUS, &action, NULL);
+        if (info->si_code <= 0) {
+            raise(signum);
+        }
+    }
+    num_passed_on--;
+}
 
 static void
 handle_sigbus(int signum, siginfo_t *info, void *context)
 {
-    uintptr_t address = (uintptr_t)info->si_addr;
+    uintptr_t address = info->si_code > 0 ? (uintptr_t)info->si_addr : 0;
     for (size_t i = 0; i < NUM_WINDOWS; i++) {
         void *start = (void *)windows[i].start;
         size_t size = windows[i].size, slot_size = windows[i].slot_size;
@@ -68,24 +89,26 @@ handle_sigbus(int signum, siginfo_t *info, void *context)
             return;
         }
     }
-    /* Not ours. Without a former handler the fault happens again, and ends the process as it would have. */
-    if (former_action.sa_flags & SA_SIGINFO) {
-        former_action.sa_sigaction(signum, info, context);
-    }
-    else if (former_action.sa_handler != SIG_DFL && former_action.sa_handler != SIG_IGN) {
-        former_action.sa_handler(signum);
-    }
-    else {
-        sigaction(SIGBUS, &former_action, NULL);
+    pass_on(signum, info, context);
+}
+
+/* faulthandler and its like may have come since, and would take a truncated file for the end. */
+static void
+keep_handler(void)
+{
+    struct sigaction now, ours = {.sa_sigaction = handle_sigbus, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
+    sigemptyset(&ours.sa_mask);
+    if (sigaction(SIGBUS, NULL, &now) == 0 && !((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == handle_sigbus)) {
+        former_action = now;
+        sigaction(SIGBUS, &ours, NULL);
     }
 }
 
 static void
 install_handler(void)
 {
-    struct sigaction action = {.sa_sigaction = handle_sigbus, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
-    sigemptyset(&action.sa_mask);
-    sigaction(SIGBUS, &action, &former_action);
+    sigaction(SIGBUS, NULL, &first_action);
+    keep_handler();
 }
 
 bool
@@ -136,6 +159,7 @@ void
 _PyPerfWindow_MakeReady(const char *start, size_t size)
 {
     size_t lead = (uintptr_t)start % sysconf(_SC_PAGESIZE);
+    keep_handler();
     madvise((char *)start - lead, size + lead, MADV_POPULATE_WRITE);
 }
 

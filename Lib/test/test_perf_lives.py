@@ -5,6 +5,7 @@ stay, and of what goes wrong one line tells.
 """
 
 import http.client
+import itertools
 import os
 import re
 import shutil
@@ -462,6 +463,15 @@ print(sys.is_stack_trampoline_active()); print(status()['failure'])
                     self.check_change(change, backend, 'the process was another user when it was made')
             self.check_change(change, 'perf_elf', 'not a directory of this user alone')
 
+    def test_another_root(self):
+        for backend in self.each_backend():
+            change = f'os.mkdir("{self.scratch}/{backend}"); os.chroot("{self.scratch}/{backend}")'
+            if backend == 'perf_elf':       # images are made in it
+                self.check(f"activate('perf_elf')\n{change}\nfor f in functions(4000, 'after'): f()\nprint(status()['failure'])",
+                           stdout='None\n')
+            else:
+                self.check_change(change, backend, 'it was removed')
+
     def test_images_of_the_later_user_are_in_a_directory_of_his(self):
         for change in self.BECOME_NOBODY, f'os.seteuid({NOBODY})\n':
             with self.subTest(change):
@@ -700,6 +710,103 @@ while True: outer()
         leaf, whole = self.shares('perf_elf', self.PERFMON, self.PTRACE, self.READ)
         self.assertGreater(leaf, 0.9)
         self.assertGreater(whole, 0.9)
+
+
+class BehindOurBackTest(LivesTest):
+    """Somebody else has his hands on our files, or the program is never left in peace."""
+
+    def check_all_goes_on(self, attack, backend, reason, **options):
+        done = self.run_program(f"""
+import shutil
+activate({backend!r})
+for f in functions(100, 'before'): f()
+for path in status()['files']: {attack}
+made = functions(4000, 'after')
+for f in made * 2: assert f() is None
+print(sys.is_stack_trampoline_active()); print(status()['failure'])
+""", **options)
+        self.assert_one_message(done, reason) if reason else self.assertEqual((done.stdout, done.stderr), ('True\nNone\n', ''))
+        return done
+
+    def test_files_are_truncated(self):
+        for backend in self.each_backend():
+            self.check_all_goes_on('os.truncate(path, 0)', backend, 'was truncated')
+            self.check_all_goes_on('''
+    import faulthandler; faulthandler.enable()
+    for f in functions(2000, 'between'): f()
+    for path in status()['files']: os.truncate(path, 0)''', backend, 'was truncated')
+
+    def test_signal_for_it_is_the_programs_all_the_same(self):
+        lives = {'default': 'pass', 'ignored': 'signal.signal(signal.SIGBUS, signal.SIG_IGN)',
+                 'handled': 'signal.signal(signal.SIGBUS, lambda *_: print("heard", flush=True))',
+                 'fatal': 'import faulthandler; faulthandler.enable()'}
+        fault = """
+import mmap, tempfile
+with tempfile.TemporaryFile() as file:
+    file.write(b'0' * 4096); file.flush()
+    mapped = mmap.mmap(file.fileno(), 4096)
+    os.truncate(file.fileno(), 0)
+    mapped[0]
+"""
+        for (life, source), when, what in itertools.product(
+                lives.items(), ('before', 'after') if FULL else ('after',), ('os.kill(os.getpid(), signal.SIGBUS)', fault)):
+            if what == fault and life in ('ignored', 'handled'):
+                continue        # a fault for ever
+            with self.subTest(life, when=when, what=what[:7]):
+                call = "for f in functions(2000, 'made'): f()"
+                plain = self.check_same_as_plain(f"""
+import resource, signal
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+{f"{call}; {source}" if when == 'after' else source}
+{call}
+for _ in range(2):
+    {what.strip().replace(chr(10), chr(10) + '    ')}
+    print('alive', flush=True)
+""", same_error=life != 'fatal')
+                self.assertEqual(plain.returncode, 0 if life in ('ignored', 'handled') else -signal.SIGBUS)
+
+    def test_files_are_removed(self):
+        for backend in self.each_backend():
+            self.check_all_goes_on('os.unlink(path)', backend, backend != 'perf_elf' and 'it was removed')
+
+    def test_other_files_take_their_names(self):
+        for backend in BACKENDS[:2]:
+            for plant in "open(path, 'w').write('precious')", "os.mkfifo(path)", "os.mkdir(path)", "os.symlink('/etc/passwd', path)":
+                with self.subTest(backend, plant=plant):
+                    done = self.check_all_goes_on(f'os.unlink(path); {plant}', backend, '(it was removed|Is a dir|Too many levels)')
+                    path, = self.files(done.pid)[backend]
+                    if os.path.isdir(path):
+                        os.rmdir(path)
+                    elif 'precious' in plant:
+                        self.assertEqual(Path(path).read_text(), 'precious')
+
+    def test_directory_is_removed(self):
+        self.check_all_goes_on('shutil.rmtree(os.path.dirname(path))', 'perf_elf', None)
+
+    @unittest.skipIf(EMULATED, 'strace sees the emulator')
+    def test_interrupted_allocation_is_made_again(self):
+        """Of tmpfs, with many signals."""
+        if not shutil.which('strace'):
+            self.skipTest('strace is missing')
+        strace = ['strace', '-f', '-qq', '-o', '/dev/null', '-e', 'inject=fallocate:error=EINTR:when=1..5']
+        self.check_all_goes_on('pass', 'perf_elf', None, python=[*strace, sys.executable])
+
+    def test_signals_that_come_all_the_time(self):
+        for backend in self.each_backend():
+            done = self.check(f"""
+import signal
+num_heard = 0
+def hear(*_):
+    global num_heard
+    num_heard += 1
+signal.signal(signal.SIGALRM, hear)
+activate({backend!r})
+signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+for f in functions(8000, 'made'): f()
+signal.setitimer(signal.ITIMER_REAL, 0)
+print(num_heard > 10, status()['failure'])
+""", stdout='True None\n')
+            self.assert_named(done.pid, backend, {'made_0', 'made_7999'})
 
 
 class GreenletTest(LivesTest):
