@@ -667,7 +667,7 @@ elf_path(size_t index)
 
 const _PyPerf_Backend _PyPerf_elf_backend = {
     .name = "perf_elf",
-    .relets = false,
+    .inherits = true,
     .open = elf_open,
     .reserve = elf_reserve,
     .publish = elf_publish,

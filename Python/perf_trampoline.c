@@ -21,6 +21,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdarg.h>
@@ -31,6 +32,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#include <wchar.h>
 
 typedef PyObject *(*py_evaluator)(PyThreadState *, struct _PyInterpreterFrame *, int);
 typedef PyObject *(*py_trampoline)(PyThreadState *, struct _PyInterpreterFrame *, int, py_evaluator);
@@ -300,6 +302,33 @@ _PyPerf_FormatName(PyCodeObject *code, char *name)
     return size + escape(code->co_filename, begin, name + size, room);
 }
 
+static bool file_system_is_utf8;
+
+static void
+look_at_file_system_encoding(void)
+{
+    PyObject *text = PyUnicode_FromOrdinal(0xe9);
+    PyObject *encoded = text == NULL ? NULL : PyUnicode_EncodeFSDefault(text);
+    file_system_is_utf8 = encoded != NULL && strcmp(PyBytes_AS_STRING(encoded), "\xc3\xa9") == 0;
+    PyErr_Clear();
+    Py_XDECREF(encoded);
+    Py_XDECREF(text);
+}
+
+/* Where names of files are not UTF-8 they are in the encoding of the C library's locale. A codec may be Python code. */
+static size_t
+encode_by_locale(Py_UCS4 c, char *out)
+{
+    char bytes[MB_LEN_MAX];
+    mbstate_t state = {0};
+    size_t size = file_system_is_utf8 ? 0 : wcrtomb(bytes, (wchar_t)c, &state);
+    if (size == 0 || size > ESCAPED_MAX) {      /* (size_t)-1: there is none */
+        return escape_character(c, out);
+    }
+    memcpy(out, bytes, size);
+    return size;
+}
+
 size_t
 _PyPerf_EncodePath(PyObject *text, char *path, size_t size)
 {
@@ -318,7 +347,7 @@ _PyPerf_EncodePath(PyObject *text, char *path, size_t size)
             path[used++] = (char)(c - 0xdc00);
         }
         else {
-            used += escape_character(c, path + used);
+            used += encode_by_locale(c, path + used);
         }
     }
     return used;
@@ -934,12 +963,13 @@ void
 _PyPerfTrampoline_AfterForkChild(const _PyPerf_Backend *inherited)
 {
     /* With a new number for our extra no function has a slot, so each is named in a file of this process when it is
-       called. Where numbers have run out functions keep the slots and names of the parent. */
+       called, unless the parent's file names it for the child as well. Where numbers have run out functions keep the
+       slots and names of the parent. */
     struct interp *interp = find_interp(PyInterpreterState_Get());
     forked = false;
     for (struct backend_state *backend = backends; backend < backends + NUM_BACKENDS; backend++) {
         Py_ssize_t inherited_index = backend->extra_index;
-        if (interp == NULL || inherited_index < 0 || backend->ops == inherited) {
+        if (interp == NULL || inherited_index < 0 || backend->ops == inherited || backend->ops->inherits) {
             continue;
         }
         backend->extra_index = -1;
@@ -978,6 +1008,7 @@ _PyPerfTrampoline_Activate(const _PyPerf_Backend *ops)
         _PyPerfTrampoline_AfterForkChild(NULL);
     }
     look_at_error_output();
+    look_at_file_system_encoding();
     pthread_mutex_lock(&failure_lock);
     failure[0] = '\0';
     pthread_mutex_unlock(&failure_lock);

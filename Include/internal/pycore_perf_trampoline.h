@@ -72,6 +72,8 @@ typedef struct {
     const char *name;
     /* Records carry time: an address may be let again to another function. */
     bool relets;
+    /* A forked child has the parent's files mapped, and their names: what has a slot keeps it. */
+    bool inherits;
     int (*open)(void);
     /* Executable, not writable memory in which every slot holds a trampoline. Called with no lock held, not even the
        interpreter's, and perhaps by several threads: it may load a shared object, whose loader has a lock of its own. */

@@ -535,25 +535,29 @@ else:
                          [True, True, False, True, False, True])
 
     def test_parents_file_is_left_alone(self):
-        done = self.run_program('''
-activate('perf')
-def content(): return open(f'/tmp/perf-{parent}.map', 'rb').read()
-parent = os.getpid()
+        for backend in BACKENDS:
+            with self.subTest(backend):
+                done = self.run_program(f'''
+activate({backend!r})
+def content(): return open(path, 'rb').read()
+path = status()['files'][0]
 content(); before = content()
 if pid := os.fork():
     print(pid, os.waitpid(pid, 0)[1])
 else:
-    for f in functions(1000, 'child'): f()
+    for f in functions(1500, 'child'): f()
     assert content() == before
 ''')
-        pid, status = done.stdout.split()
-        self.remove_files_of(pid)
-        self.assertEqual(status, '0')
+                pid, status = done.stdout.split()
+                self.remove_files_of(pid)
+                self.assertEqual(status, '0')
 
     def test_child_returns_through_the_parents_frames(self):
         """CPython unmapped inherited arenas in the child, whose stack was in them."""
-        done = self.run_program(f'''
-activate('perf')
+        for backend in BACKENDS:
+            with self.subTest(backend):
+                done = self.run_program(f'''
+activate({backend!r})
 def fork(depth): return fork(depth - 1) if depth else os.fork()
 def work():
     pid = fork(5)
@@ -561,12 +565,12 @@ def work():
     gc.collect()
     return pid
 pids = []
-for _ in range({50 if FULL else 15}):
+for _ in range({50 if FULL else 5}):
     if not (pid := work()): break
     wait(pid); pids.append(pid)
 else: print(*pids)
 ''')
-        self.remove_files_of(*done.stdout.split())
+                self.remove_files_of(*done.stdout.split())
 
     def test_child_that_drops_the_parents_functions(self):
         """CPython 3.13.12: two watchers decremented one counter."""
