@@ -347,6 +347,7 @@ class DescriptorTest(LivesTest):
             done = self.check(f"""
 activate({backend!r})
 for f in functions(100, 'before'): f()
+print(*sorted(os.listdir('/proc/self/fd')))
 fd = os.open({str(precious)!r}, os.O_RDWR)
 for number in range(3, 100): os.dup2(fd, number)
 for f in functions(4000, 'after'): f()
@@ -356,7 +357,7 @@ for f in functions(4000, 'last'): f()
 print(*sorted(os.listdir('/proc/self/fd')))
 if (pid := os.fork()) == 0: functions(1, 'child')[0](); os._exit(0)
 wait(pid)
-""", stdout='97\n0 1 2 3\n')
+""", stdout='0 1 2 3\n97\n0 1 2 3\n')
             self.assertEqual(precious.read_text(), 'precious')
             self.assert_named(done.pid, backend, {'before_99', 'after_3999', 'last_3999'})
 
@@ -439,6 +440,8 @@ class UserTest(LivesTest):
         for backend in self.each_backend():
             for umask in (0o777, 0o277, 0) if FULL else (0o777,):
                 done = self.check(f"""
+for path in f'/tmp/perf-{{os.getpid()}}.map', f'/tmp/jit-{{os.getpid()}}.dump':
+    if os.path.lexists(path): os.unlink(path)       # of an earlier process
 {self.BECOME_NOBODY}os.umask({umask})
 activate({backend!r})
 for f in functions(1500, 'made'): f()
@@ -468,17 +471,37 @@ print(sys.is_stack_trampoline_active()); print(status()['failure'])
             self.check_change(change, 'perf_elf', 'not a directory of this user alone')
 
     def test_another_root(self):
-        for backend in self.each_backend():
-            change = f'os.mkdir("{self.scratch}/{backend}"); os.chroot("{self.scratch}/{backend}")'
-            if backend == 'perf_elf':       # images are made in it
-                self.check(f"""
+        for backend in BACKENDS[:2]:
+            with self.subTest(backend):
+                self.check_change(f'os.mkdir("{self.scratch}/{backend}"); os.chroot("{self.scratch}/{backend}")', backend,
+                                  'it was removed')
+
+    def test_root_without_proc(self):
+        """Nobody can tell which images are in use."""
+        done = self.check(f"""
+import perf_trampoline.images
+os.chroot({str(self.scratch)!r})
+os.mkdir('images', 0o700)
+open('images/999999999-1-1.so', 'w').close()
+os.utime('images/999999999-1-1.so', (0, 0))
 activate('perf_elf')
-{change}
-for f in functions(4000, 'after'): f()
-print(status()['failure'])
-""", stdout='None\n')
-            else:
-                self.check_change(change, backend, 'it was removed')
+for f in functions(2000, 'made'): f()
+print(status()['failure'], os.path.exists('images/999999999-1-1.so'))
+""", env={'PERF_TRAMPOLINE_DIR': '/images'}, cwd=self.scratch, stdout='None True\n')
+        self.assert_named(done.pid, 'perf_elf', {'made_1999'})
+
+    def test_user_without_a_home(self):
+        user = 54321
+        self.addCleanup(shutil.rmtree, f'/dev/shm/python-perf-{user}', ignore_errors=True)
+        done = self.run_in_private_tmp('ro', PRELUDE + f"""
+mount_tmp()
+for name in 'HOME', 'XDG_CACHE_HOME', 'PERF_TRAMPOLINE_DIR': os.environ.pop(name, None)
+os.setgroups([]); os.setgid({user}); os.setuid({user})
+activate('perf_elf')
+print(os.listdir('.'), *map(os.path.dirname, status()['files'])); print(status()['failure'])
+""", cwd=self.scratch)
+        self.assert_one_message(done, 'Read-only file system')
+        self.assertEqual(done.stdout.splitlines()[0], f'[] /dev/shm/python-perf-{user}')
 
     def test_images_of_the_later_user_are_in_a_directory_of_his(self):
         for change in self.BECOME_NOBODY, f'os.seteuid({NOBODY})\n':
