@@ -1,13 +1,11 @@
 """PERF_TRAMPOLINE_FILTER and its kind: only wanted functions have slots, whatever the backend, in children too."""
 
-import os
 import sys
 import unittest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import perf_support
 from test_perf_trampoline import BACKENDS, TrampolineTest
 
 # Modules of several names and files, each with one function, which is called.

@@ -7,7 +7,6 @@ what perf would forgive, and is tested first.
 import dataclasses
 import glob
 import json
-import os
 import re
 import struct
 import subprocess
