@@ -118,7 +118,9 @@ if __name__ == '__main__':
         for backend in self.each_backend():
             done = self.run_program('''
 import subprocess
-source = 'import sys; print(sys.is_stack_trampoline_active())\\ndef in_subprocess(): pass\\nin_subprocess()'
+source = """
+def in_subprocess(): import perf_trampoline; print(perf_trampoline.is_active(), len(perf_trampoline.status()['files']))
+in_subprocess()"""
 plain = {name: value for name, value in os.environ.items() if 'PERF' not in name or 'DIR' in name}
 for env in os.environ, plain, os.environ | dict.fromkeys(set(os.environ) - set(plain), '0'):
     with subprocess.Popen([sys.executable, '-c', source], env=env, stdout=subprocess.PIPE, text=True) as process:
@@ -126,10 +128,9 @@ for env in os.environ, plain, os.environ | dict.fromkeys(set(os.environ) - set(p
 ''', env={VARIABLES[backend]: '1'})
             self.assertEqual(done.stderr, '')
             found = [line.split() for line in done.stdout.splitlines()]
-            self.remove_files_of(*(pid for pid, _ in found))
-            self.assertEqual([active for _, active in found], ['True', 'False', 'False'])
+            self.remove_files_of(*(pid for pid, *_ in found))
+            self.assertEqual([state for _, *state in found], [['True', '1'], ['False', '0'], ['False', '0']])
             self.assert_named(found[0][0], backend, {'in_subprocess'})
-            self.assertEqual([self.files(pid) for pid, _ in found[1:]], [{}, {}])
             self.assert_named(done.pid, backend, {'Popen.__init__'}, {'in_subprocess'})
 
     def test_fork_that_python_is_not_told_of(self):
@@ -188,16 +189,15 @@ def application(environ, start_response):
                 server = subprocess.Popen([word.replace('SOCKET', str(address)) for word in command],
                                           env=os.environ | self.switched_on(backend) | dict(env),
                                           cwd=self.scratch, stdout=log, stderr=log)
-                try:
-                    started = time.monotonic()
-                    while not address.exists() and server.poll() is None and time.monotonic() < started + 20:
-                        time.sleep(0.02)
-                    workers = set()
-                    while len(workers) < 2 and time.monotonic() < started + 20:
+                self.addCleanup(server.kill)
+                end, workers = time.monotonic() + 30, set()
+                while len(workers) < 2 and server.poll() is None and time.monotonic() < end:
+                    try:
                         workers.add(self.request(address))
-                finally:
-                    server.terminate()
-                    status = server.wait(20)
+                    except (FileNotFoundError, ConnectionRefusedError):
+                        time.sleep(0.02)
+                server.terminate()
+                status = server.wait(30)
                 log.seek(0)
                 said = log.read()
             self.remove_files_of(server.pid, *workers)
@@ -221,7 +221,7 @@ def application(environ, start_response):
         if done.stdout.strip() != '.'.join(map(str, sys.version_info[:3])):
             self.skipTest('uwsgi has another Python')
         self.check_server(*uwsgi, '--http-socket', 'SOCKET', '--master', '-p', '2', '--need-app', '--die-on-term',
-                          '--wsgi-file', 'app.py', env={'PYTHONUSERBASE': sys.prefix})
+                          '--no-orphans', '--wsgi-file', 'app.py', env={'PYTHONUSERBASE': sys.prefix})
 
 
 class RefusalTest(LivesTest):
@@ -723,7 +723,7 @@ while True: outer()
         operator = become(self.OPERATOR, f'--inh-caps={granted}', f'--ambient-caps={granted}') if granted else []
         perf = [*operator, 'env', f'HOME={self.scratch}', 'PERF_CONFIG=/dev/null', 'perf']
         data = self.scratch / f'{service.pid}.data'
-        record = subprocess.run([*perf, 'record', '-q', '-e', perf_script.EVENT, '-F', '299', '-k', 'mono', '-o', data,
+        record = subprocess.run([*perf, 'record', '-q', '-e', perf_script.EVENT, '-F', '499', '-k', 'mono', '-o', data,
                                  '--call-graph', 'dwarf,32768', '-p', str(service.pid), 'sleep', '1'],
                                 text=True, capture_output=True)
         self.assertEqual(record.returncode, 0, record.stderr)
@@ -732,7 +732,7 @@ while True: outer()
             data = perf_script.inject(data)
         stacks = [[name[0] for frame in sample.stack if (name := perf_script.python_name(frame))]
                   for sample in perf_script.samples(data, perf)]
-        self.assertGreater(len(stacks), 50)
+        self.assertGreater(len(stacks), 20)
         return [sum(stack[:len(names)] == names for stack in stacks) / len(stacks)
                 for names in (['burn'], ['burn', 'outer'])]
 
@@ -744,9 +744,9 @@ while True: outer()
                 self.assertGreater(whole, 0.9)
 
     def test_perfmon_alone_sees_samples_without_names(self):
-        for backend in ['perf', 'perf_elf']:
-            with self.subTest(backend):
-                self.assertEqual(self.shares(backend, self.PERFMON), [0, 0])
+        self.assertEqual(self.shares('perf_elf', self.PERFMON), [0, 0])
+        if FULL:
+            self.assertEqual(self.shares('perf', self.PERFMON), [0, 0])
 
     def test_perfmon_that_may_read_files_sees_all_of_images(self):
         leaf, whole = self.shares('perf_elf', self.PERFMON, self.PTRACE, self.READ)
@@ -931,7 +931,7 @@ while time.process_time() < 0.8:
                 stacks = [[name[0] for frame in reversed(sample.stack) if (name := perf_script.python_name(frame))]
                           for sample in perf_script.samples(data)]
                 burning = [stack[1:-1] for stack in stacks if stack[-1:] == ['burn']]
-                self.assertGreater(len(burning), 50)
+                self.assertGreater(len(burning), 30)
                 for stack in burning:
                     self.assertIn(stack, expected)
                 for stack in expected:
