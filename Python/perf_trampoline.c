@@ -966,10 +966,13 @@ _PyPerfTrampoline_AfterForkChild(const _PyPerf_Backend *inherited)
        called, unless the parent's file names it for the child as well. Where numbers have run out functions keep the
        slots and names of the parent. */
     struct interp *interp = find_interp(PyInterpreterState_Get());
+    if (interp == NULL) {       /* one that has slots will ask again */
+        return;
+    }
     forked = false;
     for (struct backend_state *backend = backends; backend < backends + NUM_BACKENDS; backend++) {
         Py_ssize_t inherited_index = backend->extra_index;
-        if (interp == NULL || inherited_index < 0 || backend->ops == inherited || backend->ops->inherits) {
+        if (inherited_index < 0 || backend->ops == inherited || backend->ops->inherits) {
             continue;
         }
         backend->extra_index = -1;
@@ -1004,9 +1007,6 @@ _PyPerfTrampoline_Activate(const _PyPerf_Backend *ops)
     static bool fork_handlers;
     struct backend_state *backend = find_backend(ops);
 
-    if (forked) {
-        _PyPerfTrampoline_AfterForkChild(NULL);
-    }
     look_at_error_output();
     look_at_file_system_encoding();
     pthread_mutex_lock(&failure_lock);
@@ -1021,6 +1021,9 @@ _PyPerfTrampoline_Activate(const _PyPerf_Backend *ops)
     pthread_mutex_unlock(&lock);
     if (status < 0) {
         return -1;
+    }
+    if (forked) {
+        _PyPerfTrampoline_AfterForkChild(NULL);
     }
 #ifdef Py_GIL_DISABLED
     /* A code object's extras must not move while another thread reads them: take all the room before there is a first. */

@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import perf_support
+import test_perf_trampoline
 from perf_support import EMULATED, FULL
 from test_perf_map import parse
 from test_perf_trampoline import BACKENDS, PRELUDE, TrampolineTest
@@ -155,6 +156,29 @@ else:
             self.remove_files_of(done.stdout)
             self.assert_named(done.pid, backend, {'shared', 'parent_only'}, {'child_only', 'late_7'})
             self.assert_named(done.stdout, backend, {'child_only', 'late_2999'}, {'parent_only'}, {'shared'})
+
+
+    def test_fork_that_python_is_not_told_of_with_more_interpreters(self):
+        for backend in self.each_backend():
+            done = self.run_program(f"""{test_perf_trampoline.InterpretersTest.NEW}
+import ctypes
+subs = [new(), new()]
+activate({backend!r})
+def in_main(): pass
+in_main()
+run(subs[0], "import sys; sys.activate_stack_trampoline({backend!r})\\ndef in_sub(): pass\\nin_sub()")
+if pid := ctypes.PyDLL(None).fork(): wait(pid); print(pid)
+else:
+    run(subs[1], "import sys; sys.activate_stack_trampoline({backend!r})\\ndef in_other(): pass\\nin_other()")
+    run(subs[0], 'in_sub()')
+    in_main()
+    os._exit(0)
+""")
+            child = done.stdout.strip()
+            self.remove_files_of(child)
+            self.assertEqual(done.stderr, '')
+            self.assert_named(done.pid, backend, {'in_main', 'in_sub'}, {'in_other'})
+            self.assert_named(child, backend, {'in_other'}, (), {'in_main', 'in_sub'})
 
 
 class ServerTest(LivesTest):
