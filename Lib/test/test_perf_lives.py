@@ -175,7 +175,7 @@ run(subs[0], "import sys; sys.activate_stack_trampoline({backend!r})\\ndef in_su
 if pid := ctypes.PyDLL(None).fork(): wait(pid); print(pid)
 else:
     run(subs[1], "import sys; sys.activate_stack_trampoline({backend!r})\\ndef in_other(): pass\\nin_other()")
-    run(subs[0], 'in_sub()')
+    for _ in range(3): run(subs[0], 'in_sub()')
     in_main()
     os._exit(0)
 """)
@@ -184,6 +184,9 @@ else:
         self.assertEqual(done.stderr, '')
         self.assert_named(done.pid, backend, {'in_main', 'in_sub'}, {'in_other'})
         self.assert_named(child, backend, {'in_other'}, (), {'in_main', 'in_sub'})
+        if backend == 'perf':
+            named = [name for _, _, name in perf_support.map_entries(child) if name.startswith('py::in_sub:')]
+            self.assertEqual(len(named), 1)
 
 
 class ServerTest(LivesTest):
@@ -750,7 +753,8 @@ while True: outer()
     def shares(self, backend, *capabilities):
         """Of the samples in burn(): which part shows it, and outer() too, to root or a user with these capabilities."""
         service = subprocess.Popen([*self.become(NOBODY), sys.executable, '-X', backend, '-c', self.SERVICE], text=True,
-                                   stdout=subprocess.PIPE, env=os.environ | {'PERF_TRAMPOLINE_DIR': self.images})
+                                   stdout=subprocess.PIPE, env=os.environ | {'PERF_TRAMPOLINE_DIR': self.images},
+                                   preexec_fn=lambda: perf_support.remove_files(os.getpid()))
         self.addCleanup(service.stdout.close)
         self.addCleanup(service.wait)
         self.addCleanup(service.kill)
