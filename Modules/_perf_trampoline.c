@@ -75,14 +75,18 @@ perf_deactivate(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(after_fork_child_doc,
-"after_fork_child()\n--\n\n"
-"In a forked child: name functions anew, in files of the child's own.");
+PyDoc_STRVAR(fail_doc,
+"fail(sentence)\n--\n\n"
+"Report a failure, bytes, on stderr and in status().");
 
 static PyObject *
-perf_after_fork_child(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args))
+perf_fail(PyObject *Py_UNUSED(module), PyObject *sentence)
 {
-    _PyPerfTrampoline_AfterForkChild(NULL);
+    const char *text = PyBytes_AsString(sentence);
+    if (text == NULL) {
+        return NULL;
+    }
+    _PyPerf_Fail("%s", text);
     Py_RETURN_NONE;
 }
 
@@ -313,7 +317,7 @@ static PyMethodDef perf_methods[] = {
     {"activate", perf_activate, METH_O, activate_doc},
     {"set_directories", perf_set_directories, METH_O, set_directories_doc},
     {"deactivate", perf_deactivate, METH_NOARGS, deactivate_doc},
-    {"after_fork_child", perf_after_fork_child, METH_NOARGS, after_fork_child_doc},
+    {"fail", perf_fail, METH_O, fail_doc},
     {"status", perf_status, METH_NOARGS, status_doc},
     {"name_existing", perf_name_existing, METH_NOARGS, name_existing_doc},
     {"set_filter", perf_set_filter, METH_O, set_filter_doc},

@@ -67,6 +67,7 @@ struct image {
 };
 
 static char *_Atomic directories;       /* separated by ':'; a former list is never freed, a thread may read it */
+static uid_t directories_user;          /* who chose them */
 static atomic_int num_unusable;         /* so many of them have failed */
 static struct image *_Atomic images;        /* of this process; none is ever freed */
 static atomic_int num_images;
@@ -75,6 +76,7 @@ void
 _PyPerfElf_SetDirectories(const char *colon_separated)
 {
     directories = strdup(colon_separated);
+    directories_user = geteuid();
     num_unusable = 0;
 }
 
@@ -369,6 +371,27 @@ lay_out(struct image *image, size_t num_slots, size_t slot_size)
 
 /* --- Files --- */
 
+/* A directory whose name ends in the number of a user is another for each, and a process may become another user. */
+static void
+name_directory(const char *chosen, char *path)
+{
+    char number[16];
+    size_t size = strlen(chosen), number_size = sprintf(number, "-%u", (unsigned)directories_user);
+    if (size > number_size && strcmp(chosen + size - number_size, number) == 0) {
+        snprintf(path, PATH_MAX, "%.*s-%u", (int)(size - number_size), chosen, (unsigned)geteuid());
+    }
+    else {
+        snprintf(path, PATH_MAX, "%s", chosen);
+    }
+}
+
+/* Whatever the umask is. */
+static int
+make_directory(const char *path)
+{
+    return mkdir(path, 0700) == 0 ? chmod(path, 0700) : -1;
+}
+
 /* Create a file of an unused name in `directory`, which must be ours alone. Returns its descriptor, or -1 with errno. It
    is called .so only when it is whole. */
 static int
@@ -377,10 +400,10 @@ create_file(const char *directory, char *path)
     snprintf(path, PATH_MAX, "%s", directory);
     for (char *slash = path; (slash = strchr(slash + 1, '/')) != NULL; *slash = '/') {
         *slash = '\0';
-        mkdir(path, 0700);
+        make_directory(path);
     }
     struct stat st;
-    if ((mkdir(path, 0700) < 0 && errno != EEXIST) || lstat(path, &st) < 0) {
+    if ((make_directory(path) < 0 && errno != EEXIST) || lstat(path, &st) < 0) {
         return -1;
     }
     if (!S_ISDIR(st.st_mode) || st.st_uid != geteuid() || (st.st_mode & 022) != 0) {
@@ -391,7 +414,11 @@ create_file(const char *directory, char *path)
     clock_gettime(CLOCK_REALTIME, &now);
     snprintf(path + strlen(path), PATH_MAX - strlen(path), "/%d-%d-%llx.new", (int)_PyPerf_ProcessId(),
              atomic_fetch_add(&num_images, 1) + 1, (long long)now.tv_sec * 1000000000 + now.tv_nsec);
-    return open(path, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (fd >= 0) {
+        (void)!fchmod(fd, 0600);
+    }
+    return fd;
 }
 
 static void
@@ -425,15 +452,22 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     const Elf64_Shdr *section = image->section;
     const size_t size = lay_out(image, num_slots, slot_size);
     const size_t code_end = section[HASH].sh_offset;
+    _PyPerf_HeldSignals held;
+    _PyPerf_HoldSignals(&held);
     /* Allocated, for a store into a hole of a full file system is a SIGBUS. */
-    if ((errno = posix_fallocate(fd, 0, size)) == 0) {
+    do {
+        errno = posix_fallocate(fd, 0, size);
+    } while (errno == EINTR);       /* a signal of the program's */
+    if (errno == 0) {
         image->window = _PyPerfWindow_Map(fd, code_end, size - code_end);
     }
     image->names_size = 1;
     image->window_offset = code_end;
     image->window_size = size - code_end;
     image->section_headers = (Elf64_Shdr *)(image->window + image->window_size - sizeof(image->section));
-    if (image->window == NULL || write_code(image, fd, num_slots, slot_size) < 0) {
+    int written = image->window == NULL ? -1 : write_code(image, fd, num_slots, slot_size);
+    _PyPerf_LetSignals(&held);
+    if (written < 0) {
         *out_reason = strerror(errno);
         goto error;
     }
@@ -451,8 +485,7 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     struct link_map *map;
     if (handle == NULL || dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0) {
         void *page = mmap(NULL, 1, PROT_READ | PROT_EXEC, MAP_PRIVATE, fd, 0);
-        *out_reason = page == MAP_FAILED ? "the file system is mounted noexec, or executable mappings are forbidden"
-                                         : dlerror();
+        *out_reason = page == MAP_FAILED ? _PyPerf_FORBIDDEN : dlerror();
         goto error;
     }
     close(fd);
@@ -492,15 +525,17 @@ elf_reserve(_PyPerf_CodeMemory *out_memory)
     for (int i = num_images; i > 0 && num_slots < MAX_NUM_SLOTS; i--) {
         num_slots *= 4;
     }
-    char *list = directories == NULL ? NULL : strdup(directories), *rest = list, *directory;
+    char *list = directories == NULL ? NULL : strdup(directories), *rest = list, *chosen;
     if (list == NULL) {
         return _PyPerf_Fail("no directory for images is known, or no memory for its name");
     }
-    for (int i = 0, tried = num_unusable; (directory = strsep(&rest, ":")) != NULL; i++) {
+    for (int i = 0, tried = num_unusable; (chosen = strsep(&rest, ":")) != NULL; i++) {
+        char directory[PATH_MAX];
         const char *reason;
         if (i < tried) {
             continue;
         }
+        name_directory(chosen, directory);
         if (make_image(directory, num_slots, out_memory, &reason) == 0) {
             if (i > tried) {
                 _PyPerf_Fail("cannot make images in %s; they are in %s", first_failure, directory);
@@ -632,7 +667,7 @@ elf_path(size_t index)
 
 const _PyPerf_Backend _PyPerf_elf_backend = {
     .name = "perf_elf",
-    .relets = false,
+    .inherits = true,
     .open = elf_open,
     .reserve = elf_reserve,
     .publish = elf_publish,

@@ -19,7 +19,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
@@ -48,12 +47,33 @@ static struct {
 #define NUM_WINDOWS (sizeof(windows) / sizeof(windows[0]))
 
 static atomic_int num_lost;
-static struct sigaction former_action;
+static atomic_int num_passed_on;
+static struct sigaction first_action, former_action;
+
+/* Whoever came after us and restores what he found, us, does not get the signal again. */
+static void
+pass_on(int signum, siginfo_t *info, void *context)
+{
+    struct sigaction action = num_passed_on++ == 0 ? former_action : first_action;
+    if (action.sa_flags & SA_SIGINFO) {
+        action.sa_sigaction(signum, info, context);
+    }
+    else if (action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN) {
+        action.sa_handler(signum);
+    }
+    else {      /* a fault happens again, and ends the process as it would have */
+        sigaction(SIGBUS, &action, NULL);
+        if (info->si_code <= 0) {
+            raise(signum);
+        }
+    }
+    num_passed_on--;
+}
 
 static void
 handle_sigbus(int signum, siginfo_t *info, void *context)
 {
-    uintptr_t address = (uintptr_t)info->si_addr;
+    uintptr_t address = info->si_code > 0 ? (uintptr_t)info->si_addr : 0;
     for (size_t i = 0; i < NUM_WINDOWS; i++) {
         void *start = (void *)windows[i].start;
         size_t size = windows[i].size, slot_size = windows[i].slot_size;
@@ -69,24 +89,26 @@ handle_sigbus(int signum, siginfo_t *info, void *context)
             return;
         }
     }
-    /* Not ours. Without a former handler the fault happens again, and ends the process as it would have. */
-    if (former_action.sa_flags & SA_SIGINFO) {
-        former_action.sa_sigaction(signum, info, context);
-    }
-    else if (former_action.sa_handler != SIG_DFL && former_action.sa_handler != SIG_IGN) {
-        former_action.sa_handler(signum);
-    }
-    else {
-        sigaction(SIGBUS, &former_action, NULL);
+    pass_on(signum, info, context);
+}
+
+/* faulthandler and its like may have come since, and would take a truncated file for the end. */
+static void
+keep_handler(void)
+{
+    struct sigaction now, ours = {.sa_sigaction = handle_sigbus, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
+    sigemptyset(&ours.sa_mask);
+    if (sigaction(SIGBUS, NULL, &now) == 0 && !((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == handle_sigbus)) {
+        former_action = now;
+        sigaction(SIGBUS, &ours, NULL);
     }
 }
 
 static void
 install_handler(void)
 {
-    struct sigaction action = {.sa_sigaction = handle_sigbus, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
-    sigemptyset(&action.sa_mask);
-    sigaction(SIGBUS, &action, &former_action);
+    sigaction(SIGBUS, NULL, &first_action);
+    keep_handler();
 }
 
 bool
@@ -137,6 +159,7 @@ void
 _PyPerfWindow_MakeReady(const char *start, size_t size)
 {
     size_t lead = (uintptr_t)start % sysconf(_SC_PAGESIZE);
+    keep_handler();
     madvise((char *)start - lead, size + lead, MADV_POPULATE_WRITE);
 }
 
@@ -216,7 +239,11 @@ _PyPerfFile_Open(_PyPerf_File *file, const char *path, bool appended_by_others)
     file->appended_by_others = appended_by_others;
     for (int tries = 0; fd < 0 && tries < 3; tries++) {
         fd = open(path, flags | O_CREAT | O_EXCL, 0600);
-        if (fd >= 0 || errno != EEXIST) {
+        if (fd >= 0) {
+            (void)!fchmod(fd, 0600);            /* whatever the umask is */
+            break;
+        }
+        if (errno != EEXIST) {
             break;
         }
         if (appended_by_others) {
@@ -244,6 +271,7 @@ _PyPerfFile_Open(_PyPerf_File *file, const char *path, bool appended_by_others)
     if (file->is_open) {
         file->dev = st.st_dev;
         file->ino = st.st_ino;
+        file->user = st.st_uid;
         file->end = 0;
     }
     else {
@@ -322,10 +350,15 @@ _PyPerfFile_Reserve(_PyPerf_File *file, size_t size)
     if (file->window_room - file->window_used < size) {
         int saved_errno = errno;
         int fd = _PyPerfFile_Descriptor(file);
+        _PyPerf_HeldSignals held;
+        _PyPerf_HoldSignals(&held);
         int status = fd < 0 ? -1 : take_room(file, fd, size);
+        _PyPerf_LetSignals(&held);
         if (status < 0) {
             _PyPerf_Fail("cannot write %s: %s", file->path,
-                         errno == ESTALE || errno == ENOENT ? "it was removed" : strerror(errno));
+                         errno == ESTALE || errno == ENOENT ? "it was removed"
+                         : errno == EACCES && file->user != geteuid() ? "the process was another user when it was made"
+                         : strerror(errno));
         }
         if (fd >= 0) {
             close(fd);

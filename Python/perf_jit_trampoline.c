@@ -80,7 +80,7 @@ jitdump_open(void)
     close(fd);
     if (marker == MAP_FAILED) {
         _PyPerf_Fail("cannot map %s as executable, so perf would not find it: %s", path,
-                     errno == EPERM ? "/tmp is mounted noexec" : strerror(errno));
+                     errno == EPERM || errno == EACCES ? _PyPerf_FORBIDDEN : strerror(errno));
         goto error;
     }
     code_index = 0;

@@ -82,8 +82,11 @@ _PyPerfMap_Inherit(void)
     if (from >= 0 && _PyPerfTrampoline_OpenFiles(&_PyPerf_map_backend) == 0) {
         to = _PyPerfFile_Descriptor(&map_file);
     }
+    _PyPerf_HeldSignals held;
+    _PyPerf_HoldSignals(&held);
     while (to >= 0 && (size = read(from, buffer, sizeof(buffer))) > 0 && write(to, buffer, size) == size) {
     }
+    _PyPerf_LetSignals(&held);
     if (size != 0) {
         _PyPerf_Fail("cannot copy %s for a forked process: %s", parents_path, strerror(errno));
     }

@@ -20,14 +20,19 @@
 #ifndef _PyPerf_STUBS
 
 #include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#include <wchar.h>
 
 typedef PyObject *(*py_evaluator)(PyThreadState *, struct _PyInterpreterFrame *, int);
 typedef PyObject *(*py_trampoline)(PyThreadState *, struct _PyInterpreterFrame *, int, py_evaluator);
@@ -86,8 +91,8 @@ static struct backend_state *active_backend;
 static Py_ssize_t active_index;     /* active_backend->extra_index, for the evaluator */
 static size_t num_functions;
 static size_t num_slots;
-static char failure[sizeof(((_PyPerf_Status *)NULL)->failure)];
 static pid_t process_id;
+static bool forked;                 /* and functions have the slots of the parent still */
 
 /* initial-exec: one instruction instead of a call. The C library keeps room for such small ones in the static block. */
 static _Thread_local struct {
@@ -100,14 +105,87 @@ __attribute__((tls_model("initial-exec")))
 #endif
 = {.stack_limit = UINTPTR_MAX};
 
+/* --- Failures --- */
+
+static pthread_mutex_t failure_lock = PTHREAD_MUTEX_INITIALIZER;
+static char failure[sizeof(((_PyPerf_Status *)NULL)->failure)];
+static struct stat error_output;    /* what descriptor 2 was when we came */
+
+void
+_PyPerf_HoldSignals(_PyPerf_HeldSignals *out_held)
+{
+    sigset_t ours;
+    sigemptyset(&ours);
+    sigaddset(&ours, SIGXFSZ);
+    sigaddset(&ours, SIGPIPE);
+    sigpending(&out_held->pending);
+    pthread_sigmask(SIG_BLOCK, &ours, &out_held->mask);
+}
+
+void
+_PyPerf_LetSignals(const _PyPerf_HeldSignals *held)
+{
+    static const int signals[] = {SIGXFSZ, SIGPIPE};
+    const struct timespec at_once = {0};
+    int saved_errno = errno;
+    for (size_t i = 0; i < Py_ARRAY_LENGTH(signals); i++) {
+        sigset_t one;
+        sigemptyset(&one);
+        sigaddset(&one, signals[i]);
+        while (!sigismember(&held->pending, signals[i]) && sigtimedwait(&one, NULL, &at_once) < 0 && errno == EINTR) {
+        }
+    }
+    pthread_sigmask(SIG_SETMASK, &held->mask, NULL);
+    errno = saved_errno;
+}
+
+static void
+look_at_error_output(void)
+{
+    if (error_output.st_mode == 0 && fstat(STDERR_FILENO, &error_output) < 0) {
+        error_output.st_mode = ~(mode_t)0;      /* closed: nothing is the same */
+    }
+}
+
+/* Descriptor 2 may be a file or a connection of the program's by now, and its bytes are not ours to add to; what is
+   appended to or a terminal is still for messages. Nor is anybody kept waiting until they are read. */
+static void
+say(const char *sentence)
+{
+    struct stat st;
+    struct pollfd ready = {.fd = STDERR_FILENO, .events = POLLOUT};
+    look_at_error_output();
+    if (fstat(STDERR_FILENO, &st) == 0 && poll(&ready, 1, 0) == 1 && (ready.revents & POLLOUT)
+        && ((st.st_dev == error_output.st_dev && st.st_ino == error_output.st_ino) || isatty(STDERR_FILENO)
+            || (S_ISREG(st.st_mode) && (fcntl(STDERR_FILENO, F_GETFL) & O_APPEND))))
+    {
+        _PyPerf_HeldSignals held;
+        _PyPerf_HoldSignals(&held);
+        dprintf(STDERR_FILENO, "perf trampoline: %s\n", sentence);
+        _PyPerf_LetSignals(&held);
+    }
+}
+
 int
 _PyPerf_Fail(const char *format, ...)
 {
+    char sentence[sizeof(failure)];
     va_list args;
     va_start(args, format);
-    vsnprintf(failure, sizeof(failure), format, args);
+    vsnprintf(sentence, sizeof(sentence), format, args);
     va_end(args);
-    dprintf(STDERR_FILENO, "perf trampoline: %s\n", failure);
+    for (char *c = sentence; *c != '\0'; c++) {
+        if ((unsigned char)*c < ' ' || *c == 0x7f) {        /* in a path */
+            *c = '?';
+        }
+    }
+    pthread_mutex_lock(&failure_lock);
+    bool is_new = strcmp(failure, sentence) != 0;
+    strcpy(failure, sentence);
+    pthread_mutex_unlock(&failure_lock);
+    if (is_new) {
+        say(sentence);
+    }
     return -1;
 }
 
@@ -224,6 +302,33 @@ _PyPerf_FormatName(PyCodeObject *code, char *name)
     return size + escape(code->co_filename, begin, name + size, room);
 }
 
+static bool file_system_is_utf8;
+
+static void
+look_at_file_system_encoding(void)
+{
+    PyObject *text = PyUnicode_FromOrdinal(0xe9);
+    PyObject *encoded = text == NULL ? NULL : PyUnicode_EncodeFSDefault(text);
+    file_system_is_utf8 = encoded != NULL && strcmp(PyBytes_AS_STRING(encoded), "\xc3\xa9") == 0;
+    PyErr_Clear();
+    Py_XDECREF(encoded);
+    Py_XDECREF(text);
+}
+
+/* Where names of files are not UTF-8 they are in the encoding of the C library's locale. A codec may be Python code. */
+static size_t
+encode_by_locale(Py_UCS4 c, char *out)
+{
+    char bytes[MB_LEN_MAX];
+    mbstate_t state = {0};
+    size_t size = file_system_is_utf8 ? 0 : wcrtomb(bytes, (wchar_t)c, &state);
+    if (size == 0 || size > ESCAPED_MAX) {      /* (size_t)-1: there is none */
+        return escape_character(c, out);
+    }
+    memcpy(out, bytes, size);
+    return size;
+}
+
 size_t
 _PyPerf_EncodePath(PyObject *text, char *path, size_t size)
 {
@@ -242,7 +347,7 @@ _PyPerf_EncodePath(PyObject *text, char *path, size_t size)
             path[used++] = (char)(c - 0xdc00);
         }
         else {
-            used += escape_character(c, path + used);
+            used += encode_by_locale(c, path + used);
         }
     }
     return used;
@@ -640,6 +745,9 @@ register_code(struct interp *interp, PyCodeObject *code, PyObject *globals)
 static py_trampoline
 find_slot(struct interp *interp, PyCodeObject *code, PyObject *globals)
 {
+    if (forked) {
+        _PyPerfTrampoline_AfterForkChild(NULL);
+    }
     py_trampoline slot = (py_trampoline)_PyPerf_CodeExtraAt(code, active_index);
     if (slot == NULL && interp->active) {
         slot = register_code(interp, code, globals);
@@ -825,11 +933,16 @@ after_fork_in_parent(void)
     pthread_mutex_unlock(&lock);
 }
 
-/* Also in the child of a C library's fork(), which may only exec: nothing is opened here. */
+/* Also in the child of a C library's fork(), which may only exec: nothing is opened here. It may run Python code as well,
+   without a word to the interpreter: what follows from the fork is done at its first call, which finds no slot. */
 static void
 after_fork_in_child(void)
 {
     pthread_mutex_init(&lock, NULL);
+    pthread_mutex_init(&failure_lock, NULL);
+    forked = true;
+    active_index = PY_SSIZE_T_MAX;
+    num_functions = 0;
     process_id = 0;
     this_thread.thread_id = 0;
     _PyPerfWindow_AfterFork();
@@ -850,16 +963,22 @@ void
 _PyPerfTrampoline_AfterForkChild(const _PyPerf_Backend *inherited)
 {
     /* With a new number for our extra no function has a slot, so each is named in a file of this process when it is
-       called. Where numbers have run out functions keep the slots and names of the parent. */
+       called, unless the parent's file names it for the child as well. Where numbers have run out functions keep the
+       slots and names of the parent. */
     struct interp *interp = find_interp(PyInterpreterState_Get());
-    num_functions = 0;
+    if (interp == NULL) {       /* one that has slots will ask again */
+        return;
+    }
+    forked = false;
     for (struct backend_state *backend = backends; backend < backends + NUM_BACKENDS; backend++) {
         Py_ssize_t inherited_index = backend->extra_index;
-        if (interp == NULL || inherited_index < 0 || backend->ops == inherited) {
+        if (inherited_index < 0 || backend->ops == inherited || backend->ops->inherits) {
             continue;
         }
         backend->extra_index = -1;
-        interp->has_index[backend - backends] = false;
+        for (struct interp *each = interps; each != NULL; each = each->next) {
+            each->has_index[backend - backends] = false;
+        }
         if (backend == active_backend && request_index(interp, backend) < 0) {
             backend->extra_index = inherited_index;
             interp->has_index[backend - backends] = true;
@@ -888,8 +1007,12 @@ _PyPerfTrampoline_Activate(const _PyPerf_Backend *ops)
     static bool fork_handlers;
     struct backend_state *backend = find_backend(ops);
 
-    pthread_mutex_lock(&lock);
+    look_at_error_output();
+    look_at_file_system_encoding();
+    pthread_mutex_lock(&failure_lock);
     failure[0] = '\0';
+    pthread_mutex_unlock(&failure_lock);
+    pthread_mutex_lock(&lock);
     if (!fork_handlers) {
         fork_handlers = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child) == 0;
     }
@@ -898,6 +1021,9 @@ _PyPerfTrampoline_Activate(const _PyPerf_Backend *ops)
     pthread_mutex_unlock(&lock);
     if (status < 0) {
         return -1;
+    }
+    if (forked) {
+        _PyPerfTrampoline_AfterForkChild(NULL);
     }
 #ifdef Py_GIL_DISABLED
     /* A code object's extras must not move while another thread reads them: take all the room before there is a first. */
@@ -951,6 +1077,9 @@ _PyPerfTrampoline_NameCode(PyCodeObject *code, PyObject *globals)
 int
 _PyPerfTrampoline_SetFilter(const char *patterns)
 {
+    if (forked) {
+        _PyPerfTrampoline_AfterForkChild(NULL);
+    }
     pthread_mutex_lock(&lock);
     int status = _PyPerfFilter_Set(patterns);
     pthread_mutex_unlock(&lock);
@@ -1055,8 +1184,10 @@ _PyPerfTrampoline_GetStatus(_PyPerf_Status *out_status)
         out_status->displaced = !is_ours(evaluator) && interp->num_aside == 0;
         out_status->chained = interp->evaluator != _PyEval_EvalFrameDefault;
     }
-    memcpy(out_status->failure, failure, sizeof(failure));
     pthread_mutex_unlock(&lock);
+    pthread_mutex_lock(&failure_lock);
+    memcpy(out_status->failure, failure, sizeof(failure));
+    pthread_mutex_unlock(&failure_lock);
 }
 
 /* After the interpreter's finalization, by exit(): no function is registered any more. */

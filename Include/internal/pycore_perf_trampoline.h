@@ -11,6 +11,7 @@
 
 #ifndef _PyPerf_STUBS
 
+#include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <sys/types.h>
@@ -71,6 +72,8 @@ typedef struct {
     const char *name;
     /* Records carry time: an address may be let again to another function. */
     bool relets;
+    /* A forked child has the parent's files mapped, and their names: what has a slot keeps it. */
+    bool inherits;
     int (*open)(void);
     /* Executable, not writable memory in which every slot holds a trampoline. Called with no lock held, not even the
        interpreter's, and perhaps by several threads: it may load a shared object, whose loader has a lock of its own. */
@@ -90,7 +93,8 @@ extern const _PyPerf_Backend _PyPerf_map_backend;
 extern const _PyPerf_Backend _PyPerf_jitdump_backend;
 extern const _PyPerf_Backend _PyPerf_elf_backend;
 
-/* Where images are made: the first directory of the list that can hold one. */
+/* Where images are made: the first directory of the list that can hold one. Where a name ends in "-" and the number of
+   the effective user of now, the user of the moment has a directory of his own. */
 extern void _PyPerfElf_SetDirectories(const char *colon_separated);
 
 /* reserve() and retire() of the backends whose slots live in anonymous memory. `original` is a backend's one piece of
@@ -124,7 +128,7 @@ extern void _PyPerfTrampoline_ForgetInterpreter(PyInterpreterState *interp);
 extern int _PyPerfTrampoline_WatchInterpreter(void);
 
 /* In the child, with the interpreter usable again: functions are registered anew, in files of the child's own. Not those
-   of `inherited`, which has the parent's entries there (NULL: none has). */
+   of `inherited`, which has the parent's entries there (NULL: none has). It is done by itself when functions are called. */
 extern void _PyPerfTrampoline_AfterForkChild(const _PyPerf_Backend *inherited);
 
 /* In the child: begin its map with the parent's entries. */
@@ -152,8 +156,20 @@ typedef struct {
 
 extern void _PyPerfTrampoline_GetStatus(_PyPerf_Status *out_status);
 
-/* Report a failure, once: a line on stderr, and in the status. printf-style, one sentence. Returns -1. */
+/* Report a failure, once: a line on stderr, unless that has become something else, and in the status. printf-style, one
+   sentence. Returns -1. */
 extern int _PyPerf_Fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+#define _PyPerf_FORBIDDEN "the file system is mounted noexec, or executable mappings are forbidden"
+
+/* A write beyond a limit, or to nobody, brings a signal that kills unless the program ignores it. Around such a write of
+   ours: what it brings about is gone afterwards. errno stays. */
+typedef struct {
+    sigset_t mask, pending;
+} _PyPerf_HeldSignals;
+
+extern void _PyPerf_HoldSignals(_PyPerf_HeldSignals *out_held);
+extern void _PyPerf_LetSignals(const _PyPerf_HeldSignals *held);
 
 /* Process and thread as the kernel numbers them, without a system call. */
 extern pid_t _PyPerf_ProcessId(void);
@@ -210,6 +226,7 @@ typedef struct {
     char path[64];
     dev_t dev;                          /* which file that was */
     ino_t ino;
+    uid_t user;                         /* and whose */
     bool is_open;
     bool appended_by_others;            /* room is taken by one O_APPEND write of newlines, and never given back */
     off_t end;                          /* of what is reserved */

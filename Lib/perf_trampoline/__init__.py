@@ -151,10 +151,10 @@ def _take_over():
     is_native_active = _native("is_stack_trampoline_active")
     if is_native_active is not None and is_native_active():
         _native("deactivate_stack_trampoline")()
-        dump = f"/tmp/jit-{os.getpid()}.dump"
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            if any(line.rstrip().endswith(dump) for line in maps):
-                os.unlink(dump)
+        try:
+            os.unlink(f"/tmp/jit-{os.getpid()}.dump")
+        except OSError:
+            pass        # it has written a map
 
 
 def sys_function(name):
@@ -188,5 +188,3 @@ for _name, _function in _in_sys.items():
         setattr(sys, _name, _function)
     elif hasattr(sys, _name):
         delattr(sys, _name)
-
-os.register_at_fork(after_in_child=_core.after_fork_child)

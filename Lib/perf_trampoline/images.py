@@ -29,12 +29,15 @@ def directories():
     user = os.geteuid()
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     defaults = f"/tmp/python-perf-{user}", f"{cache}/perf-trampoline-images", f"/dev/shm/python-perf-{user}"
-    return [path for path in defaults if not path.startswith("/tmp/perf-") and ":" not in path]
+    # A user may have no home.
+    return [path for path in defaults if path[0] == "/" and not path.startswith("/tmp/perf-") and ":" not in path]
 
 
 def purge(older_than=0):
     """Remove images of this user that no process has and that are *older_than* seconds; return their paths."""
     old = set()
+    if not os.path.exists("/proc/self"):        # nobody can tell what has ended
+        return []
     for directory in directories():
         try:
             entries = list(os.scandir(directory))

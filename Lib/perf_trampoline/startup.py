@@ -3,6 +3,8 @@
 That line is compiled at every start of every program: it takes a cheap look at all names of options and variables.
 """
 
+import os
+import stat
 import sys
 
 import perf_trampoline
@@ -20,8 +22,24 @@ def wanted():
     return next(iter(by_option + by_variable), None)
 
 
+def begin_map_anew():
+    """The interpreter's own trampoline has begun its map behind what an earlier process of this number may have left."""
+    is_native_active = perf_trampoline._native("is_stack_trampoline_active")
+    if is_native_active is None or not is_native_active():
+        return
+    try:
+        fd = os.open(f"/tmp/perf-{os.getpid()}.map", os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return
+    with open(fd, "wb", 0):
+        info = os.fstat(fd)
+        if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and info.st_nlink == 1:
+            os.ftruncate(fd, 0)
+
+
 if (backend := wanted()) is not None:
     try:
+        begin_map_anew()
         perf_trampoline.activate(backend)
     except Exception as error:      # the program starts, whatever becomes of its profile
-        print(f"perf trampoline: {error}", file=sys.stderr)
+        perf_trampoline._core.fail(str(error).encode("utf-8", "backslashreplace"))

@@ -8,8 +8,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from test_perf_trampoline import BACKENDS, TrampolineTest
 
-import jitdump
-
 # Modules of several names and files, each with one function, which is called.
 MODULES = '''
 def module(name, path):
@@ -30,14 +28,7 @@ class FilterTest(TrampolineTest):
 
     def named(self, pid, backend):
         """Which of the modules' functions are named in the files of that process."""
-        if backend == 'perf':
-            names = self.names(pid)
-        elif backend == 'perf_jit':
-            names = [getattr(record, 'name', '') for record in jitdump.read(f'/tmp/jit-{pid}.dump')[1]]
-        else:
-            names = [name.decode(errors='replace') for path in Path(self.images).glob(f'{pid}-*.so')
-                     for name in path.read_bytes().split(b'\0')]
-        return {name.split(':')[2][3:] for name in names if name.startswith('py::in_')}
+        return {name.split(':')[2][3:] for name in self.names(pid, backend) if name.startswith('py::in_')}
 
     def check_named(self, expected, source, backend='perf', **options):
         done = self.check(MODULES + source, **options)

@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import perf_support
+import test_perf_map
 from perf_support import EMULATED, GROWS_ANYWAY, SOURCE, ProgramTest
 
 import jitdump
@@ -350,6 +351,14 @@ else:
             done = ProgramTest.run_program(self, 'def f(): pass\nf()', *options, env=env)
             self.assertIn('py::f:<string>', self.names(self.read(done)[1]))
             self.assertEqual(glob.glob(f'/tmp/*{done.pid}*.dump'), [f'/tmp/jit-{done.pid}.dump'])
+
+
+class CreationTest(test_perf_map.CreationTest):
+
+    BACKEND, PATH = 'perf_jit', '/tmp/jit-{}.dump'
+
+    def names(self, pid):
+        return {getattr(record, 'name', '') for record in jitdump.read(self.PATH.format(pid))[1]}
 
 
 class TroubleTest(ProgramTest):

@@ -200,6 +200,11 @@ for i in range(3000):
 class CreationTest(ProgramTest):
     """The name of the file is known to everybody, and /tmp is everybody's."""
 
+    BACKEND, PATH = 'perf', '/tmp/perf-{}.map'
+
+    def names(self, pid):
+        return parse(Path(self.PATH.format(pid)).read_text()).values()
+
     def run_planted(self, plant):
         """Run a program that executes `plant` with `path`, the map's name to be, and then goes on with profiling."""
         with tempfile.TemporaryDirectory() as scratch:
@@ -208,10 +213,10 @@ class CreationTest(ProgramTest):
             target.write_text('precious')
             done = self.run_program(PRELUDE + f'''
 import perf_trampoline
-target, path = {str(target)!r}, path()
+target, path = {str(target)!r}, {self.PATH!r}.format(os.getpid())
 if os.path.lexists(path): os.unlink(path)       # of an earlier process
 {plant}
-sys.activate_stack_trampoline('perf')
+sys.activate_stack_trampoline({self.BACKEND!r})
 function('f')()
 print(sys.is_stack_trampoline_active(), failure())
 ''')
@@ -221,15 +226,15 @@ print(sys.is_stack_trampoline_active(), failure())
     def check_replaced(self, plant):
         done = self.run_planted(plant)
         self.assertEqual((done.stdout, done.stderr), ('True None\n', ''))
-        map = Path(f'/tmp/perf-{done.pid}.map')
-        self.assertTrue(map.is_file() and not map.is_symlink())
-        self.assertEqual(map.stat().st_mode & 0o777, 0o600)
-        self.assertIn('py::f:/x.py', parse(map.read_text()).values())
+        path = Path(self.PATH.format(done.pid))
+        self.assertTrue(path.is_file() and not path.is_symlink())
+        self.assertEqual(path.stat().st_mode & 0o777, 0o600)
+        self.assertIn('py::f:/x.py', self.names(done.pid))
 
     def check_given_up(self, plant):
         done = self.run_planted(plant)
         self.addCleanup(lambda: (os.rmdir if os.path.isdir(path) else os.unlink)(path))
-        path = f'/tmp/perf-{done.pid}.map'
+        path = self.PATH.format(done.pid)
         self.assertRegex(done.stderr, rf'\Aperf trampoline: cannot create {path}: .+\n\Z')
         self.assertEqual(done.stdout, f'False {done.stderr.removeprefix("perf trampoline: ")}')
 

@@ -64,22 +64,29 @@ class TrampolineTest(ProgramTest):
             with self.subTest(backend):
                 self.check(f'activate({backend!r})\n{source}', **run_options)
 
-    def check_same_as_plain(self, source, *options, **run_options):
+    def check_same_as_plain(self, source, *options, same_error=True, **run_options):
         """With each backend the program does what it does without: output, error output and exit status."""
         results = {backend: self.run_program(source, *backend, *options, check=False, **run_options)
                    for backend in [(), *(('-X', backend) for backend in BACKENDS)]}
         plain = results.pop(())
         for backend, done in results.items():
             with self.subTest(backend[1]):
-                self.assertEqual((done.returncode, done.stdout, done.stderr),
-                                 (plain.returncode, plain.stdout, plain.stderr))
+                self.assertEqual((done.returncode, done.stdout), (plain.returncode, plain.stdout))
+                if same_error:
+                    self.assertEqual(done.stderr, plain.stderr)
         return plain
 
     def remove_files_of(self, *pids):
         self.addCleanup(perf_support.remove_files, *pids)
 
-    def names(self, pid):
-        return {name for _, _, name in map_entries(pid)}
+    def names(self, pid, backend='perf'):
+        """The names in that process's files of one backend."""
+        if backend == 'perf':
+            return {name for _, _, name in map_entries(pid)}
+        if backend == 'perf_jit':
+            return {record.name for record in jitdump.read(f'/tmp/jit-{pid}.dump')[1] if hasattr(record, 'name')}
+        return {name.decode(errors='replace') for path in glob.glob(f'{self.images}/{pid}-*.so')
+                for name in Path(path).read_bytes().split(b'\0') if name.startswith(b'py::')}
 
 
 class SwitchTest(TrampolineTest):
@@ -528,25 +535,29 @@ else:
                          [True, True, False, True, False, True])
 
     def test_parents_file_is_left_alone(self):
-        done = self.run_program('''
-activate('perf')
-def content(): return open(f'/tmp/perf-{parent}.map', 'rb').read()
-parent = os.getpid()
+        for backend in BACKENDS:
+            with self.subTest(backend):
+                done = self.run_program(f'''
+activate({backend!r})
+def content(): return open(path, 'rb').read()
+path = status()['files'][0]
 content(); before = content()
 if pid := os.fork():
     print(pid, os.waitpid(pid, 0)[1])
 else:
-    for f in functions(1000, 'child'): f()
+    for f in functions(1500, 'child'): f()
     assert content() == before
 ''')
-        pid, status = done.stdout.split()
-        self.remove_files_of(pid)
-        self.assertEqual(status, '0')
+                pid, status = done.stdout.split()
+                self.remove_files_of(pid)
+                self.assertEqual(status, '0')
 
     def test_child_returns_through_the_parents_frames(self):
         """CPython unmapped inherited arenas in the child, whose stack was in them."""
-        done = self.run_program(f'''
-activate('perf')
+        for backend in BACKENDS:
+            with self.subTest(backend):
+                done = self.run_program(f'''
+activate({backend!r})
 def fork(depth): return fork(depth - 1) if depth else os.fork()
 def work():
     pid = fork(5)
@@ -554,12 +565,12 @@ def work():
     gc.collect()
     return pid
 pids = []
-for _ in range({times(15, 50)}):
+for _ in range({times(5, 50)}):
     if not (pid := work()): break
     wait(pid); pids.append(pid)
 else: print(*pids)
 ''')
-        self.remove_files_of(*done.stdout.split())
+                self.remove_files_of(*done.stdout.split())
 
     def test_child_that_drops_the_parents_functions(self):
         """CPython 3.13.12: two watchers decremented one counter."""
@@ -637,42 +648,6 @@ print(*pids)
         self.remove_files_of(*pids)
         for pid in pids:
             self.assertLessEqual({f'py::child_{i}:<string>' for i in range(20)}, self.names(pid))
-
-    def test_multiprocessing(self):
-        with tempfile.TemporaryDirectory() as directory:
-            program = Path(directory) / 'program.py'
-            program.write_text('''
-import multiprocessing, os, sys
-def work(n):
-    return os.getpid(), n * n, sys.is_stack_trampoline_active()
-if __name__ == '__main__':
-    with multiprocessing.get_context(sys.argv[1]).Pool(2, sys.activate_stack_trampoline, ('perf',)) as pool:
-        workers = [process.pid for process in multiprocessing.active_children()]
-        results = pool.map(work, range(20))
-        pool.close(); pool.join()
-    assert [square for _, square, _ in results] == [n * n for n in range(20)]
-    assert all(active for _, _, active in results)
-    assert {pid for pid, _, _ in results} <= {*workers}
-    print(*workers)
-''')
-            for method in 'fork', 'spawn':
-                with self.subTest(method):
-                    done = perf_support.run(['-X', 'perf', program, method])
-                    pids = done.stdout.split()
-                    self.remove_files_of(done.pid, *pids)
-                    self.assertEqual(done.stderr, '')
-                    self.assertIn(f'py::work:{program}', set.union(*map(self.names, pids)))
-
-    def test_subprocess_switched_on_by_the_environment(self):
-        done = self.run_program('''
-import subprocess
-with subprocess.Popen([sys.executable, '-c', 'def in_subprocess(): pass\\nin_subprocess()']) as process: pass
-print(process.pid, process.returncode)
-''', env={'PYTHONPERFSUPPORT': '1'})
-        pid, status = done.stdout.split()
-        self.remove_files_of(pid)
-        self.assertEqual((status, done.stderr), ('0', ''))
-        self.assertIn('py::in_subprocess:<string>', self.names(pid))
 
 
 class InterpretersTest(TrampolineTest):
