@@ -147,7 +147,7 @@ class _Target:
                     kind, _, offset, address = struct.unpack_from(f"{order}IIQQ", file.read(size))
                     if kind == 1 and offset == 0:
                         return self.base - address
-            except (struct.error, OverflowError, OSError):
+            except (struct.error, ValueError, OSError):
                 pass
         raise AttachError(f"{self.program} is no ELF program with a first segment")
 

@@ -5,10 +5,10 @@
 
 A target takes examples from Hypothesis. What a reader accepts must be what a decoder of our own, oracle.py, finds in the
 same bytes, and nothing that it finds unsound. What it refuses, it refuses in its own words: another exception, a second
-without an answer or a gigabyte of memory is a fault. The first fault ends the run; Hypothesis has made the example small.
+without an answer or a gigabyte of memory is a fault. The first fault ends its target; Hypothesis has made the example small.
 
 All the time is shared by the targets, in rounds of some hundred examples. The last lines are the numbers of examples,
-and of those refused; the same seed gives the same rounds.
+and of those refused. `--seed N TARGET` with the number beside a fault begins with it.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import functools
 import glob
 import gzip
 import io
+import itertools
 import json
 import os
 import random
@@ -33,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import types
 import unittest.mock
 from pathlib import Path
@@ -50,10 +52,10 @@ import eh_frame
 import gen_eh_frame as gen
 import jitdump
 import perf_trampoline
-from perf_trampoline import _clean, _command_line, _interpreter, attaching
+from perf_trampoline import _clean, _command_line, _flamegraph, _interpreter, attaching, images, perf_script
 
 MEMORY = 1 << 30
-PATIENCE = 2        # seconds for one example
+PATIENCE = 20       # seconds for one example, on a machine that has much else to do
 
 ARCHS = archs.load()
 TARGETS = {}
@@ -89,12 +91,16 @@ NUMBERS = st.sampled_from([0, 1, 2, 3, 4, 7, 8, 16, 0x7f, 0x80, 0xff, 0x7fff, 0x
                            0xffffffff, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
 
 
-@st.composite
-def damaged(draw, data, places=(), words=(), most=3):
+def one_of(draw, choices):
+    """As sampled_from(), whose descriptions take longer than all else where there are many."""
+    return choices[draw(st.integers(0, len(choices) - 1))]
+
+
+def damage(draw, data, places=(), words=()):
     """The data with some edits, half of them at one of the places; words are what may be put in."""
     data = bytearray(data)
-    for _ in range(draw(st.integers(0, most))):
-        at = draw(st.sampled_from(places) if places and draw(st.booleans()) else st.integers(0, max(len(data) - 1, 0)))
+    for _ in range(draw(st.integers(0, 3))):
+        at = one_of(draw, places) if places and draw(st.booleans()) else draw(st.integers(0, max(len(data) - 1, 0)))
         edit = draw(st.sampled_from(["bit", "number", "step", "remove", "repeat", "swap", "cut", "put"]))
         size = draw(st.sampled_from([1, 2, 4, 8]))
         order = draw(st.sampled_from(["little", "big"]))
@@ -116,16 +122,16 @@ def damaged(draw, data, places=(), words=(), most=3):
         elif edit == "cut":
             del data[at:]
         elif edit == "put":
-            data[at:at] = draw(st.sampled_from(words)) if words else draw(st.binary(min_size=1, max_size=8))
+            data[at:at] = one_of(draw, words) if words else draw(st.binary(min_size=1, max_size=8))
     return bytes(data)
 
 
-def damaged_text(text, words):
+def damage_text(draw, text, words):
     """Words, and lines one way and another, are where a text can be damaged so that it still is one."""
     text = text.encode()
     words = [word.encode() for word in [*words, "\n", "\t", " ", "", "\0", "\r", "\v", "\x85", "\u2028", "٣", "-", "_", "0",
                                         "99999999999999999999", "(", ")", "\\", "/*", "*/"]] + [b"\xff"]
-    return damaged(text, [match.start() for match in re.finditer(rb"\b", text)], words)
+    return damage(draw, text, [match.start() for match in re.finditer(rb"\b", text)], words)
 
 
 # --- The extractor ---
@@ -177,7 +183,6 @@ INSTRUCTIONS = st.one_of(
     st.binary(max_size=3))
 
 
-@st.composite
 def frames(draw, frame, order):
     """An .eh_frame from the fields of a good one, some of them others."""
     def this(good, other):
@@ -206,16 +211,16 @@ def frames(draw, frame, order):
 
 @st.composite
 def damaged_objects(draw):
-    arch, data, places = draw(st.sampled_from(objects()))
+    arch, data, places = one_of(draw, objects())
     if draw(st.booleans()):
         elf = oracle.Elf(data)
         frame = elf.index(b".eh_frame", [oracle.PROGBITS, 0x70000001])
         order = {"<": "little", ">": "big"}[elf.order]
         good = eh_frame.decode(elf.sections[frame].data, 1 << 20, order)
-        other = draw(frames(good, order))
+        other = frames(draw, good, order)
         header = elf.unpack("Q", 40)[0] + 64 * frame + 24
         data = data[:header] + struct.pack(elf.order + "QQ", len(data), len(other)) + data[header + 16:] + other
-    return arch.name, draw(damaged(data, places))
+    return arch.name, damage(draw, data, places)
 
 
 def steps(rows):
@@ -272,8 +277,13 @@ def compiled(path):
     return [constants[name] for name in gen.COMPARED], code, found.ra_column, found.changes
 
 
-@target(st.sampled_from(list(ARCHS.values())).flatmap(
-    lambda arch: st.tuples(st.just(arch.name), damaged_text((gen.ROOT / arch.header).read_text(), WORDS))))
+@st.composite
+def damaged_headers(draw):
+    arch = one_of(draw, list(ARCHS.values()))
+    return arch.name, damage_text(draw, (gen.ROOT / arch.header).read_text(), WORDS)
+
+
+@target(damaged_headers())
 def header(example):
     arch, data = ARCHS[example[0]], example[1]
     path = write("damaged.h", data)
@@ -284,7 +294,13 @@ def header(example):
     return True
 
 
-@target(damaged_text(archs.TABLE.read_text(), ["x0-x999999999=1", "=", ",", "^", "@", "r1+0", "+", "aarch64", "tested", "#"]))
+@st.composite
+def damaged_tables(draw):
+    return damage_text(draw, archs.TABLE.read_text(),
+                       ["x0-x999999999=1", "=", ",", "^", "@", "r1+0", "+", "aarch64", "tested", "#"])
+
+
+@target(damaged_tables())
 def table(data):
     path = write("archs.txt", data)
     try:
@@ -292,7 +308,7 @@ def table(data):
     except archs.Refusal:
         return False
     columns = list(archs.Arch.__dataclass_fields__)
-    lines = oracle.table(data.decode(), columns)
+    lines = oracle.table(data.decode(errors="surrogateescape"), columns)
     demand([arch.name for arch in found.values()] == [words[0] for words in lines], "lines")
     for arch, words in zip(found.values(), lines):
         demand(all(str(getattr(arch, column)) == word for column, word in zip(columns, words)
@@ -324,7 +340,12 @@ def dumps():
     return found
 
 
-@target(st.deferred(lambda: st.sampled_from(dumps())).flatmap(lambda good: damaged(*good)))
+@st.composite
+def damaged_dumps(draw):
+    return damage(draw, *one_of(draw, dumps()))
+
+
+@target(damaged_dumps())
 def dump(data):
     path = write("damaged.dump", data)
     try:
@@ -349,7 +370,7 @@ SAMPLES = st.lists(st.tuples(
     st.sampled_from(["python", "py th", "a;b", "", "x 1/2 y:"]) | LINE.map(str.strip),
     st.integers(-1, 1 << 22), st.integers(-1, 1 << 22), st.integers(0, 1 << 62), st.integers(0, (1 << 63) - 1),
     st.sampled_from(["cpu-clock:u", "cycles"]),
-    st.lists(st.tuples(st.integers(0, (1 << 64) - 1), SYMBOL, FILE), max_size=6)), max_size=5)
+    st.lists(st.tuples(st.integers(0, (1 << 64) - 1), SYMBOL, FILE), max_size=6)), min_size=1, max_size=5)
 
 
 def printed(samples):
@@ -410,9 +431,9 @@ def check_output(form, data, samples):
         if form == "report":
             demand(all(letter.isprintable() or letter == "\n" for letter in text), "what moves the terminal")
             return
-        profile = json.loads(re.search(r"PROFILE<(.*)>PROFILE", text)[1])
-        demand("<" not in re.search(r"PROFILE<(.*)>PROFILE", text)[1], "a tag in the page's data")
-        found = profile["tree"][1]
+        page = re.search(r'(?s)<script id="profile"[^>]*>([^<]*)</script>', text)
+        demand(page, "no data in the page")
+        found = json.loads(page[1])["tree"][1]
     elif form == "json":
         json.loads(data)
         return
@@ -456,14 +477,17 @@ def perf():
     return str(path)
 
 
-@target(st.tuples(COMMANDS, SAMPLES, st.booleans()).flatmap(
-    lambda choice: st.tuples(st.just(choice), damaged(printed(choice[1])) if choice[2] else st.none())), 50)
+@st.composite
+def damaged_scripts(draw):
+    samples = draw(SAMPLES)
+    return draw(COMMANDS), samples, damage(draw, printed(samples)) if draw(st.booleans()) else None
+
+
+@target(damaged_scripts(), 20)
 def script(example):
-    (command, samples, _), data = example
+    command, samples, data = example
     write("printed", printed(samples) if data is None else data)
-    from perf_trampoline import _flamegraph, perf_script
     if data is None:
-        text = "surrogateescape"
         found = [(sample.comm, *sample[:3], sample.period, sample.event, [tuple(frame) for frame in sample.stack])
                  for sample in perf_script.samples("perf.data", [perf()])]
         demand(found == [(*sample[:6], list(sample[6])) for sample in samples], f"read as {found}")
@@ -497,9 +521,10 @@ def packed(data):
 
 
 NUMBER = st.sampled_from(["4194305", "4194306", "1", "٣", "007", "-4194305", "9" * 60, "", "4194305 ", "+4194305"])
-NAME = st.builds("".join, st.tuples(
-    st.sampled_from(["perf-", "jit-", "jitted-", "", "Perf-"]), NUMBER, st.sampled_from(["", "-1", "-1-18ec", "-١-18ec", "-1-18EC"]),
-    st.sampled_from([".map", ".dump", ".so", ".new", ".map\n", ".so.new"])))
+NAME = st.builds(lambda form, number: form.format(number), st.sampled_from(
+    ["perf-{}.map", "jit-{}.dump", "jitted-{}-1.so", "{}-1-18ec.so", "{}-2-0.new"] * 4
+    + ["perf-{}.map\n", "Perf-{}.map", "{}-1-18EC.so", "{}-١-1.so", "jitted-{}-١.so", "jitted-{}.so", "{}-1.so", "{}-1-1.so.new"]),
+    st.just("4194305") | NUMBER)
 CONTENT = st.builds("".join, st.tuples(
     st.sampled_from(["", "\x7fELF", "DTiJ", "JiTD", "7f00 20 ", "\0" * 64]), st.sampled_from(["", "x", "\0", "." * (1 << 16)]),
     st.sampled_from(["", "py::f:/x.py\n", "LazyCompile:~f\n"]))).map(str.encode)
@@ -510,14 +535,19 @@ FILES = st.dictionaries(st.tuples(st.sampled_from(["", "images/"]), NAME),
 def is_ours(folder, name, kind, data):
     """Did a process that has ended leave it, and may it go?"""
     match = re.fullmatch(r"perf-(?P<map>[0-9]+)\.map|jit-(?P<dump>[0-9]+)\.dump|jitted-(?P<so>[0-9]+)-[0-9]+\.so"
-                         if not folder else r"(?P<image>[0-9]+)-[0-9]+-[0-9a-f]+\.(so|new)", name)
-    number, which = match and match[match.lastgroup], match and match.lastgroup
-    if kind != "file" or not match or number == "1" or number != str(int(number)):
+                         if not folder else r"(?P<image>[0-9]+)-[0-9]+-[0-9a-f]+\.(?:so|new)", name)
+    if kind != "file" or not match:
+        return False
+    which, number = match.lastgroup, match[match.lastgroup]
+    if number == "1" or number != str(int(number)):
         return False
     if folder:
         return data.startswith(b"\x7fELF") or not data.strip(b"\0")
     magic = {"map": b"", "dump": b"DTiJ" if sys.byteorder == "little" else b"JiTD", "so": b"\x7fELF"}[which]
     return data.startswith(magic) and b"py::" in data[:1 << 16]
+
+
+mapped_files = functools.cache(images.mapped_files)
 
 
 @target(FILES)
@@ -534,7 +564,8 @@ def files(example):
             {"link": lambda: os.symlink("/etc/passwd", path), "pipe": lambda: os.mkfifo(path), "directory": lambda: os.mkdir(path)}[kind]()
         if is_ours(folder, name, kind, data):
             expected.add(path)
-    with unittest.mock.patch.dict(os.environ, {"PERF_TRAMPOLINE_DIR": str(tmp / "images")}):
+    with unittest.mock.patch.dict(os.environ, {"PERF_TRAMPOLINE_DIR": str(tmp / "images")}), \
+         unittest.mock.patch.object(images, "mapped_files", mapped_files):
         removed = _clean.remove(_clean.left(os.geteuid(), tmp=str(tmp)))
     demand({file["path"] for file in removed} == expected, f"removed {removed}")
     demand(len(os.listdir(tmp)) + len(os.listdir(tmp / "images")) == 1 + len(example) - len(expected), "what is left")
@@ -551,8 +582,13 @@ LITERALS = ["None", "True", "[]", "{}", "()", "''", "3", "1e999", "-1", "9" * 50
             "'", "null", "true", "{", "-" * 50_000]
 
 
-@target(st.one_of(*(st.tuples(st.just(kind), damaged_text(text, LITERALS) | st.sampled_from(LITERALS).map(str.encode))
-                    for kind, text in (("reply", repr(ANSWER)), ("description", repr(DESCRIPTION)), ("facts", json.dumps(FACTS))))))
+@st.composite
+def damaged_answers(draw):
+    kind, text = one_of(draw, [("reply", repr(ANSWER)), ("description", repr(DESCRIPTION)), ("facts", json.dumps(FACTS))])
+    return kind, damage_text(draw, one_of(draw, [text] * 9 + LITERALS), LITERALS)
+
+
+@target(damaged_answers())
 def answers(example):
     kind, data = example
     text = data.decode(errors="replace")
@@ -592,7 +628,12 @@ def program():
         return file.read(1024)
 
 
-@target(st.deferred(lambda: damaged(program(), [*range(64), *range(64, 400, 8)])))
+@st.composite
+def damaged_programs(draw):
+    return damage(draw, program(), [*range(64), *range(64, 400, 8)])
+
+
+@target(damaged_programs())
 def segments(data):
     write("program", data)
     process = attaching._Target.__new__(attaching._Target)
@@ -628,14 +669,14 @@ call.plain = (lambda: None).__code__
 
 def in_child(backend, functions, filter="fuzzed"):
     """Call functions of these names in a process of its own; its status, and the file it wrote."""
-    images = scratch() / "images"
-    images.mkdir(exist_ok=True)
-    os.environ["PERF_TRAMPOLINE_DIR"] = str(images)
+    directory = scratch() / "images"
+    directory.mkdir(exist_ok=True)
+    os.environ["PERF_TRAMPOLINE_DIR"] = str(directory)
     pid = os.fork()
     if pid == 0:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(PATIENCE * 2)
+        signal.alarm(PATIENCE)
         status = 3
         try:
             try:
@@ -647,7 +688,7 @@ def in_child(backend, functions, filter="fuzzed"):
         finally:
             os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    pattern = {"perf": f"/tmp/perf-{pid}.map", "perf_jit": f"/tmp/jit-{pid}.dump", "perf_elf": f"{images}/{pid}-*.so"}[backend]
+    pattern = {"perf": f"/tmp/perf-{pid}.map", "perf_jit": f"/tmp/jit-{pid}.dump", "perf_elf": f"{directory}/{pid}-*.so"}[backend]
     found = glob.glob(pattern)
     data = [Path(path).read_bytes() for path in found]
     for path in found:
@@ -657,7 +698,7 @@ def in_child(backend, functions, filter="fuzzed"):
 
 LETTERS = st.characters(blacklist_categories=()) | st.sampled_from("\n\0\r;\\:x/ \x7f\x85\u2028\ud800\udc80\udcff")
 LONG = st.builds(lambda text, times: text * times, st.text(LETTERS, max_size=8), st.sampled_from([1] * 6 + [500, 700, 2000, 9000]))
-FUNCTIONS = st.lists(st.tuples(LONG, LONG, st.integers(0, 1 << 17) | st.sampled_from([0x7fffffff])), min_size=1, max_size=6)
+FUNCTIONS = st.lists(st.tuples(LONG, LONG, st.integers(0, 1 << 17) | st.sampled_from([0x7fffffff])), min_size=1, max_size=12)
 
 
 def letters(text):
@@ -681,24 +722,19 @@ def stands_for(name, qualname, filename):
     """Is it py::QUALNAME:FILE, of which a long QUALNAME lacks its end and a long FILE its beginning?"""
     if not name.startswith("py::") or len(name.encode()) > 8192:
         return False
-    name = name[4:]
-    heads, tails = list(letters(qualname)), list(letters(filename))[::-1]
-    for at in re.finditer(":", name):
-        parts = []
-        for part, pieces in (name[:at.start()], heads), (name[at.end():], tails):
-            text, used = "", 0
-            for piece in pieces:
-                if len(text) == len(part):
-                    break
-                text = text + piece if pieces is heads else piece + text
-                used += 1
-            parts.append(text == part and (used == len(pieces) or len(part.encode()) >= CERTAIN))
-        if all(parts):
+    heads, tails = list(letters(qualname)), list(letters(filename))
+    head, tail = "".join(heads), "".join(tails)
+    head_ends = {0, *itertools.accumulate(map(len, heads))}
+    tail_sizes = {0, *itertools.accumulate(map(len, reversed(tails)))}
+    for match in re.finditer(":", name[4:]):
+        first, last = name[4:4 + match.start()], name[4 + match.end():]
+        if (len(first) in head_ends and len(last) in tail_sizes and head.startswith(first) and tail.endswith(last)
+                and (first == head or len(first.encode()) >= CERTAIN) and (last == tail or len(last.encode()) >= CERTAIN)):
             return True
     return False
 
 
-@target(st.tuples(st.sampled_from(["perf", "perf_jit", "perf_elf"]), FUNCTIONS), 50)
+@target(st.tuples(st.sampled_from(["perf", "perf_jit", "perf_elf"]), FUNCTIONS), 20)
 def names(example):
     backend, functions = example
     status, data = in_child(backend, functions)
@@ -744,7 +780,7 @@ MODULES = [("app", "/srv/app/__init__.py"), ("app.views", "/srv/app/views.py"), 
            ("a.b", "b/a"), ("lib", "/usr/lib/x/lib.py"), ("a", "a"), ("[a", "[/]"), ("ab]", "/a-b^!")]
 
 
-@target(st.lists(PATTERN, max_size=4).map(",".join).filter(lambda text: "\0" not in text), 50)
+@target(st.lists(PATTERN, max_size=4).map(",".join).filter(lambda text: "\0" not in text), 20)
 def filter(patterns):
     functions = [(f"number_{i}", path, 1, module) for i, (module, path) in enumerate(MODULES)]
     status, data = in_child("perf", functions, patterns)
@@ -794,26 +830,29 @@ def main():
     signal.signal(signal.SIGALRM, hang)
     memory = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (memory + MEMORY, memory + MEMORY))
-    spent = dict.fromkeys(options.targets, 0.0)
+    spent, faulty = dict.fromkeys(options.targets, 0.0), []
     end = time.monotonic() + options.seconds
     print(f"seed {options.seed}", flush=True)
-    try:
-        for number in range(options.seed, sys.maxsize):
-            # The one that has had least.
-            name = min(spent, key=spent.get)
-            begin = time.monotonic()
-            if begin >= end and all(spent.values()):
-                break
+    for number in itertools.count(options.seed):
+        going = {name: seconds for name, seconds in spent.items() if name not in faulty}
+        begin = time.monotonic()
+        if not going or begin >= end and all(going.values()):
+            break
+        name = min(going, key=going.get)        # the one that has had least
+        try:
             run_round(name, number)
-            spent[name] += time.monotonic() - begin
-    finally:
-        if sys.exc_info()[0] is None or sys.exc_info()[0] is KeyboardInterrupt:
-            shutil.rmtree(scratch())
-        else:
-            print(f"{name}, round {number}; what was read is in {scratch()}", file=sys.stderr)
+        except Exception:
+            traceback.print_exc()
+            print(f"{name}, seed {number}: a fault; what was read last is in {scratch()}", file=sys.stderr)
+            faulty.append(name)
+        spent[name] += time.monotonic() - begin
+    if not faulty:
+        shutil.rmtree(scratch())
     for name, seconds in spent.items():
-        print(f"{name:10} {sum(outcomes[name].values()):8} examples  {outcomes[name][False]:8} refused  {seconds:6.1f} s")
+        print(f"{name:10} {sum(outcomes[name].values()):8} examples  {outcomes[name][False]:8} refused  {seconds:6.1f} s"
+              f"{'  A FAULT' if name in faulty else ''}")
+    return bool(faulty)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,7 +19,7 @@ Trampoline = collections.namedtuple("Trampoline", "machine flags elf_class elf_d
 Section = collections.namedtuple("Section", "name type flags address offset size link info align entry_size data")
 Symbol = collections.namedtuple("Symbol", "name info other section value size")
 
-PROGBITS, SYMTAB, RELA, NOBITS, REL, DYNSYM = 1, 2, 4, 8, 9, 11
+PROGBITS, SYMTAB, RELA, REL, DYNSYM = 1, 2, 4, 9, 11
 
 
 class Unsound(Exception):
@@ -133,14 +133,14 @@ class Elf:
         demand(self.elf_class == 2 and self.elf_data in (1, 2), "class or byte order")
         self.order = {1: "<", 2: ">"}[self.elf_data]
         self.type, self.machine, self.version, _, _, table, self.flags = self.unpack("HHIQQQI", 16)
-        demand(self.version == data[6] == 1, "version")
+        demand(self.version == 1, "version")
         entry_size, count, names = self.unpack("HHH", 58)
         demand(entry_size == 64, "size of a section header")
         headers = [self.unpack("IIQQQQIIQQ", table + 64 * i) for i in range(count)]
         demand(names < count, "no section names")
         strings = self.cut(headers[names][4], headers[names][5])
         self.sections = [Section(string(strings, header[0]), *header[1:],
-                                 b"" if header[1] in (0, NOBITS) else self.cut(header[4], header[5])) for header in headers]
+                                 data[header[4]:header[4] + header[5]]) for header in headers]
 
     def unpack(self, layout, at):
         return struct.unpack(self.order + layout, self.cut(at, struct.calcsize("=" + layout)))
@@ -154,6 +154,7 @@ class Elf:
         demand(len(found) == 1, f"not one {name.decode()}")
         section = self.sections[found[0]]
         demand(section.type in type, f"type of {name.decode()}")
+        demand(len(section.data) == section.size, f"{name.decode()} is outside of the file")
         demand(not section.flags & 1 << 11, "compressed")
         return found[0]
 
@@ -177,9 +178,9 @@ class Elf:
 
 
 def string(table, at):
+    """The name there; None if it does not end within the table."""
     end = table.find(b"\0", at)
-    demand(end >= 0, "a name that does not end")
-    return table[at:end]
+    return table[at:end] if end >= 0 else None
 
 
 def trampoline(data):
