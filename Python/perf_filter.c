@@ -82,6 +82,9 @@ _PyPerfFilter_Check(const char *patterns, char *room, size_t size)
             snprintf(room, size, "pattern %zu of the filter, '%.*s', %s; patterns are modules (json.*) or paths "
                      "(/srv/app/*), separated by commas, with ! before those to leave out",
                      number, (int)Py_MIN(length, 200), patterns, wrong);
+            for (char *c = room; *c != '\0'; c++) {        /* to stay one line */
+                *c = (unsigned char)*c < ' ' || *c == 0x7f ? '?' : *c;
+            }
             return room;
         }
         patterns += length + (patterns[length] == ',');

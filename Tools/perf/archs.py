@@ -106,7 +106,7 @@ _PARSERS = {
     "fp": _register, "ra": _register, "hash_entry": int, "chain": _chain,
 }
 
-_NUMBER = r"\d{1,4}"
+_NUMBER = r"(0|[1-9]\d{0,3})"
 _LIST = r"-|[!-+.-~-]+(,[!-+.-~-]+)*"
 _REGISTER = f"{_NUMBER}@{_NUMBER}"
 _SAVED = rf"([a-z]+\d*|(?P<letters>[a-z]+)\d{{1,2}}-(?P=letters)\d{{1,2}})={_NUMBER}"

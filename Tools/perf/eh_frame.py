@@ -287,7 +287,7 @@ class _Section:
 
 
 _TYPES = {".symtab": ["SHT_SYMTAB"], ".text": ["SHT_PROGBITS"],
-          ".eh_frame": ["SHT_PROGBITS", "SHT_X86_64_UNWIND", 0x70000001]}
+          ".eh_frame": ["SHT_PROGBITS", "SHT_AMD64_UNWIND"]}
 
 
 def _section(elf, name):

@@ -682,7 +682,7 @@ def in_child(backend, functions, filter="fuzzed"):
             try:
                 perf_trampoline.activate(backend, filter=filter)
             except ValueError as error:
-                os._exit(2 if type(error) is ValueError and len(str(error).splitlines()) == 1 else 5)
+                os._exit(2 if type(error) is ValueError and not re.search(r"[\0-\x1f\x7f]", str(error)) else 5)
             call(functions)
             status = 0 if perf_trampoline.status()["failure"] is None else 4
         finally:

@@ -271,12 +271,13 @@ def check_dump(data, header, records):
 
 # --- The table ---
 
-_NAMES, _NUMBER = r"[^,]+(,[^,]+)*|-", r"\d{1,9}"
+_NAMES, _NUMBER = r"[^,]+(,[^,]+)*|-", r"(0|[1-9]\d*)"
+_SAVED = f"[a-z]+\\d*(-[a-z]+\\d+)?={_NUMBER}"
 _COLUMNS = {
     "name": r"\w+", "cpus": _NAMES, "defines": _NAMES, "chain_cflags": _NAMES, "board": _NAMES,
-    "callee_saved": r"[a-z]+\d*(-[a-z]+\d+)?=\d{1,9}(,[a-z]+\d*(-[a-z]+\d+)?=\d{1,9})*", "ra_column": _NUMBER, "entry_cfa": r"r\d{1,9}\+\d{1,9}",
-    "pc": _NUMBER, "sp": r"\d{1,9}@\d{1,9}", "fp": r"\d{1,9}@\d{1,9}|-", "ra": r"\d{1,9}@\d{1,9}|-", "hash_entry": "[48]",
-    "chain": r"-?\d{1,9},\^?-?\d{1,9}", "status": "tested|untested"}
+    "callee_saved": f"{_SAVED}(,{_SAVED})*", "ra_column": _NUMBER, "entry_cfa": rf"r{_NUMBER}\+{_NUMBER}",
+    "pc": _NUMBER, "sp": f"{_NUMBER}@{_NUMBER}", "fp": f"{_NUMBER}@{_NUMBER}|-", "ra": f"{_NUMBER}@{_NUMBER}|-", "hash_entry": "[48]",
+    "chain": rf"-?{_NUMBER},\^?-?{_NUMBER}", "status": "tested|untested"}
 
 
 def table(text, columns):
