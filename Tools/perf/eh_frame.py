@@ -258,7 +258,7 @@ def _read_elf(elf):
         raise Refusal(8, "not a relocatable ELF object of 64 bits")
     text, eh_frame, symtab = (_section(elf, name) for name in
                               (".text", ".eh_frame", ".symtab"))
-    start, end = (_symbol(symtab, name, text) for name in (START, END))
+    start, end = (_symbol(elf, symtab, name, text) for name in (START, END))
     size = start["st_size"]
     padding = text.header["sh_size"] - size
     if (start["st_value"] or end["st_value"] != size
@@ -291,8 +291,9 @@ _TYPES = {".symtab": ["SHT_SYMTAB"], ".text": ["SHT_PROGBITS"],
 
 
 def _section(elf, name):
+    names = elf.get_section(elf["e_shstrndx"]).data()
     found = [(number, section) for number, section in enumerate(elf.iter_sections())
-             if section.name == name]
+             if _is_at(name, names, section["sh_name"])]
     if not found:
         raise Refusal(8, f"the object lacks {name}; is the guard of the .S true?")
     number, section = found[0]
@@ -305,8 +306,15 @@ def _section(elf, name):
     return _Section(number, section.header, data, symbols)
 
 
-def _symbol(symtab, name, text):
-    found = [symbol for symbol in symtab.symbols if symbol.name == name]
+def _is_at(name, strings, offset):
+    # pyelftools looks beyond the end of a string table.
+    return strings.startswith(name.encode() + b"\0", offset)
+
+
+def _symbol(elf, symtab, name, text):
+    strings = elf.get_section(symtab.header["sh_link"]).data()
+    found = [symbol for symbol in symtab.symbols
+             if _is_at(name, strings, symbol["st_name"])]
     if len(found) != 1 or found[0]["st_shndx"] != text.number:
         raise Refusal(8, f"the object does not define {name}, once and in .text")
     return found[0]
