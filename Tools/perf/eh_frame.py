@@ -291,9 +291,8 @@ _TYPES = {".symtab": ["SHT_SYMTAB"], ".text": ["SHT_PROGBITS"],
 
 
 def _section(elf, name):
-    names = elf.get_section(elf["e_shstrndx"]).data()
     found = [(number, section) for number, section in enumerate(elf.iter_sections())
-             if _is_at(name, names, section["sh_name"])]
+             if _is_named(elf, elf["e_shstrndx"], section["sh_name"], name)]
     if not found:
         raise Refusal(8, f"the object lacks {name}; is the guard of the .S true?")
     number, section = found[0]
@@ -306,15 +305,18 @@ def _section(elf, name):
     return _Section(number, section.header, data, symbols)
 
 
-def _is_at(name, strings, offset):
-    # pyelftools looks beyond the end of a string table.
-    return strings.startswith(name.encode() + b"\0", offset)
+def _is_named(elf, table, offset, name):
+    # pyelftools looks beyond the ends of tables.
+    section = elf.get_section(table)
+    names = section.data()
+    if table >= elf.num_sections() or len(names) != section["sh_size"]:
+        raise Refusal(8, f"the object has no section {table} for names")
+    return names.startswith(name.encode() + b"\0", offset)
 
 
 def _symbol(elf, symtab, name, text):
-    strings = elf.get_section(symtab.header["sh_link"]).data()
     found = [symbol for symbol in symtab.symbols
-             if _is_at(name, strings, symbol["st_name"])]
+             if _is_named(elf, symtab.header["sh_link"], symbol["st_name"], name)]
     if len(found) != 1 or found[0]["st_shndx"] != text.number:
         raise Refusal(8, f"the object does not define {name}, once and in .text")
     return found[0]
