@@ -11,12 +11,12 @@ Base Core, 10.6.1 "The .eh_frame section".
 """
 
 import dataclasses
+import functools
 import io
 
 from archs import Refusal
 
 try:
-    from elftools.common.exceptions import DWARFError, ELFError
     from elftools.dwarf.callframe import CallFrameInfo
     from elftools.dwarf.structs import DWARFStructs
     from elftools.elf.elffile import ELFFile
@@ -206,6 +206,8 @@ def decode(data, code_size, byteorder):
 
     template = b"".join(piece for piece, _ in reader.fields)
     rows = _rows(template, byteorder)
+    if len(rows) != 1 + sum("advance" in what for _, what in reader.fields):
+        raise Refusal(16, "an advance_loc begins no row")
     if (rows[-1].cfa, rows[-1].registers) != (rows[0].cfa, rows[0].registers):
         raise Refusal(16, f"the last row ({rows[-1]}) does not restore the first "
                           f"({rows[0]})")
@@ -227,20 +229,27 @@ def _refuse_other_than_one_cie_one_fde(data, byteorder):
                           "one CIE and one FDE")
 
 
+@functools.cache
+def _structs(byteorder):
+    return DWARFStructs(little_endian=byteorder == "little", dwarf_format=32,
+                        address_size=8)
+
+
 def _rows(template, byteorder):
-    structs = DWARFStructs(little_endian=byteorder == "little", dwarf_format=32,
-                           address_size=8)
     try:
-        _, fde = CallFrameInfo(io.BytesIO(template), len(template), 0, structs,
+        _, fde = CallFrameInfo(io.BytesIO(template), len(template), 0,
+                               _structs(byteorder),
                                for_eh_frame=True).get_entries()
-        table = fde.get_decoded().table
+        start = fde.header["initial_location"]
+        rows = [Row(line["pc"] - start, (line["cfa"].reg, line["cfa"].offset),
+                    {register: rule.arg for register, rule in line.items()
+                     if register not in ("pc", "cfa")})
+                for line in fde.get_decoded().table]
     except Exception as error:      # pyelftools takes what it reads to be well formed
         raise Refusal(11, f"pyelftools cannot decode .eh_frame: {error!r}") from None
-    start = fde.header["initial_location"]
-    return [Row(line["pc"] - start, (line["cfa"].reg, line["cfa"].offset),
-                {register: rule.arg for register, rule in line.items()
-                 if register not in ("pc", "cfa")})
-            for line in table]
+    if not rows:
+        raise Refusal(11, ".eh_frame describes nothing")
+    return rows
 
 
 def read_object(path):

@@ -132,11 +132,11 @@ class Elf:
         self.data, self.elf_class, self.elf_data = data, data[4], data[5]
         demand(self.elf_class == 2 and self.elf_data in (1, 2), "class or byte order")
         self.order = {1: "<", 2: ">"}[self.elf_data]
-        self.type, self.machine, self.version, _, _, table, self.flags = self.unpack("HHIQQQI", 16)
+        self.type, self.machine, self.version, _, _, self.table, self.flags = self.unpack("HHIQQQI", 16)
         demand(self.version == 1, "version")
         entry_size, count, names = self.unpack("HHH", 58)
         demand(entry_size == 64, "size of a section header")
-        headers = [self.unpack("IIQQQQIIQQ", table + 64 * i) for i in range(count)]
+        headers = [self.unpack("IIQQQQIIQQ", self.table + 64 * i) for i in range(count)]
         demand(names < count, "no section names")
         strings = self.cut(headers[names][4], headers[names][5])
         self.sections = [Section(string(strings, header[0]), *header[1:],
