@@ -2,7 +2,7 @@
 
    A pattern with a slash is for the code's file name, any other for its module (__name__ of its globals), and names
    what lies below as well: `json` is json.decoder too, `/srv/app` every file in it. `*`, `?` and `[...]` are those of
-   fnmatch(3) and stand for slashes and dots too. A `!` before a pattern leaves functions out. The last pattern that fits
+   fnmatch(3), without its classes, and stand for slashes and dots too. A `!` before a pattern leaves functions out. The last pattern that fits
    decides; a function that none fits is out, or in when the first pattern leaves out. */
 
 #include "pycore_perf_trampoline.h"
@@ -23,6 +23,17 @@ pattern_size(const char *pattern)
     return strcspn(pattern, ",");
 }
 
+/* Where the set ends that begins at pattern[i], as fnmatch() reads it; size if it does not. */
+static size_t
+end_of_set(const char *pattern, size_t i, size_t size)
+{
+    i += 1 + (i + 1 < size && (pattern[i + 1] == '!' || pattern[i + 1] == '^'));
+    for (size_t first = i; i < size && (i == first || pattern[i] != ']'); i++) {
+        i += pattern[i] == '\\';
+    }
+    return Py_MIN(i, size);
+}
+
 /* fnmatch() takes what it cannot read for plain characters; a filter that does so is a slip. */
 static const char *
 whats_wrong(const char *pattern, size_t size)
@@ -32,19 +43,26 @@ whats_wrong(const char *pattern, size_t size)
         return "is empty";
     }
     for (size_t i = begin; i < size; i++) {
-        if (pattern[i] == '\\' && ++i == size) {
-            return "ends in a backslash";
+        if ((unsigned char)pattern[i] <= ' ' || pattern[i] == 0x7f) {
+            return "has a space or a control character";
         }
-        if (pattern[i] == '[') {
-            i += i + 1 < size && (pattern[i + 1] == '!' || pattern[i + 1] == '^');
-            const char *end = i + 2 < size ? memchr(pattern + i + 2, ']', size - i - 2) : NULL;
-            if (end == NULL) {
+    }
+    for (size_t i = begin; i < size; i++) {
+        if (pattern[i] == '\\') {
+            if (++i == size) {
+                return "ends in a backslash";
+            }
+        }
+        else if (pattern[i] == '[') {
+            size_t end = end_of_set(pattern, i, size);
+            if (end == size) {
                 return "has a [ without its ]";
             }
-            i = end - pattern;
-        }
-        if ((unsigned char)pattern[i] <= ' ') {
-            return "has a space or a control character";
+            while (++i < end) {
+                if (pattern[i] == '[' && strchr(":.=", pattern[i + 1]) != NULL) {
+                    return "has a class of characters";
+                }
+            }
         }
     }
     return size > _PyPerf_NAME_MAX ? "is too long" : NULL;
@@ -64,6 +82,9 @@ _PyPerfFilter_Check(const char *patterns, char *room, size_t size)
             snprintf(room, size, "pattern %zu of the filter, '%.*s', %s; patterns are modules (json.*) or paths "
                      "(/srv/app/*), separated by commas, with ! before those to leave out",
                      number, (int)Py_MIN(length, 200), patterns, wrong);
+            for (char *c = room; *c != '\0'; c++) {        /* to stay one line */
+                *c = (unsigned char)*c < ' ' || *c == 0x7f ? '?' : *c;
+            }
             return room;
         }
         patterns += length + (patterns[length] == ',');

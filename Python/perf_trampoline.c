@@ -209,6 +209,18 @@ _PyPerf_ThreadId(void)
 
 /* --- Names --- */
 
+/* `c`, not ASCII, in UTF-8; returns its bytes. */
+static size_t
+encode_character(Py_UCS4 c, char *out)
+{
+    size_t size = c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+    for (size_t i = size - 1; i > 0; i--, c >>= 6) {
+        out[i] = (char)(0x80 | (c & 0x3f));
+    }
+    out[0] = (char)(c | (0xf00 >> size & 0xff));
+    return size;
+}
+
 /* What `c` becomes in a name; returns its bytes. */
 static size_t
 escape_character(Py_UCS4 c, char *out)
@@ -226,12 +238,7 @@ escape_character(Py_UCS4 c, char *out)
     if (c < 0xa0 || c == 0x2028 || c == 0x2029 || (c >= 0xd800 && c <= 0xdfff)) {
         return sprintf(out, "\\u%04x", (unsigned)c & 0xffff);
     }
-    size_t size = c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
-    for (size_t i = size - 1; i > 0; i--, c >>= 6) {
-        out[i] = (char)(0x80 | (c & 0x3f));
-    }
-    out[0] = (char)(c | (0xf00 >> size & 0xff));
-    return size;
+    return encode_character(c, out);
 }
 
 /* No character needs more. */
@@ -319,10 +326,13 @@ look_at_file_system_encoding(void)
 static size_t
 encode_by_locale(Py_UCS4 c, char *out)
 {
+    if (file_system_is_utf8) {
+        return encode_character(c, out);
+    }
     char bytes[MB_LEN_MAX];
     mbstate_t state = {0};
-    size_t size = file_system_is_utf8 ? 0 : wcrtomb(bytes, (wchar_t)c, &state);
-    if (size == 0 || size > ESCAPED_MAX) {      /* (size_t)-1: there is none */
+    size_t size = wcrtomb(bytes, (wchar_t)c, &state);
+    if (size > ESCAPED_MAX) {       /* (size_t)-1: there is none */
         return escape_character(c, out);
     }
     memcpy(out, bytes, size);
@@ -345,6 +355,9 @@ _PyPerf_EncodePath(PyObject *text, char *path, size_t size)
         }
         else if (c >= 0xdc80 && c <= 0xdcff) {
             path[used++] = (char)(c - 0xdc00);
+        }
+        else if (c == 0 || (c >= 0xd800 && c <= 0xdfff)) {      /* in no file's name */
+            used += escape_character(c, path + used);
         }
         else {
             used += encode_by_locale(c, path + used);

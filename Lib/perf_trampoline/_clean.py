@@ -13,13 +13,14 @@ from perf_trampoline import images
 # What a file of ours is called, and how it begins. Other runtimes' files have the same names: ours name Python functions.
 def _number(pattern):
     """A function from a file's name to the process in it, or None."""
-    return lambda name: int(match[1]) if (match := re.fullmatch(pattern, name)) else None
+    pattern = re.compile(pattern.replace("PID", r"([1-9]\d*)"), re.ASCII)
+    return lambda name: int(match[1]) if (match := pattern.fullmatch(name)) else None
 
 
 _IN_TMP = {
-    "map": (_number(r"perf-(\d+)\.map"), b""),
-    "dump": (_number(r"jit-(\d+)\.dump"), (0x4A695444).to_bytes(4, sys.byteorder)),
-    "injected": (_number(r"jitted-(\d+)-\d+\.so"), b"\x7fELF"),
+    "map": (_number(r"perf-PID\.map"), b""),
+    "dump": (_number(r"jit-PID\.dump"), (0x4A695444).to_bytes(4, sys.byteorder)),
+    "injected": (_number(r"jitted-PID-\d+\.so"), b"\x7fELF"),
 }
 _MARK = b"py::"
 _LOOKED_AT = 1 << 16
@@ -71,18 +72,14 @@ def left(uid=None, older_than=0, tmp="/tmp", pids=None):
 def _ours(path, kind, magic, uid):
     """The file's status if it is a file of ours by owner and contents."""
     try:
-        # Somebody may have put a pipe or a link there.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        # Somebody may have put a pipe, a link or a directory there.
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode) or uid is not None and info.st_uid != uid:
+                return None
+            head = file.read(_LOOKED_AT)
     except OSError:
         return None
-    with open(fd, "rb") as file:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or uid is not None and info.st_uid != uid:
-            return None
-        try:
-            head = file.read(_LOOKED_AT)
-        except OSError:
-            return None
     if kind == "image":
         # Its directory is ours alone; one that was not finished may be empty.
         return info if head.startswith(magic) or not head.strip(b"\0") else None

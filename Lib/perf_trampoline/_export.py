@@ -28,9 +28,9 @@ def folded(profile, title):
     """A line for each stack: names from the outermost on, joined by semicolons, and its weight."""
     stacks = collections.Counter()
     for path in profile.paths:
-        # Readers split at the semicolon; a line break would end the stack.
-        names = [_label(function).replace(";", ":").replace("\n", " ") for function in path.functions]
-        stacks[";".join([path.sample.comm.replace(";", ":") or "-", *names])] += path.sample.period
+        # Readers split at the semicolon; a line break, whichever, would end the stack.
+        names = [path.sample.comm or "-", *map(_label, path.functions)]
+        stacks[";".join(" ".join(name.replace(";", ":").splitlines()) for name in names)] += path.sample.period
     return "".join(f"{stack} {weight}\n" for stack, weight in sorted(stacks.items())).encode(errors="surrogateescape")
 
 
@@ -93,6 +93,7 @@ def firefox(profile, title):
 
 def _varint(number):
     out = bytearray()
+    number &= (1 << 64) - 1
     while number > 0x7f:
         out.append(number & 0x7f | 0x80)
         number >>= 7

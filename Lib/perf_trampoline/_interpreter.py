@@ -48,6 +48,17 @@ WHOLE = 0.95
 """So many of the trial's samples must have their whole stack."""
 
 
+def _is_probed(facts):
+    """Is it what _PROBE prints?  Any program may have been named as the interpreter."""
+    match facts:
+        case {"executable": str(), "version": str(), "implementation": str(), "suffix": str(), "architecture": str(),
+              "flags": str(), "free_threaded": bool(), "status": None | {
+                  "active": bool(), "unavailable": str() | None, "failure": str() | None, "files": list()}}:
+            files = facts["status"]["files"] if facts["status"] else []
+            return re.match(r"\d+\.\d+\.", facts["version"]) and all(isinstance(file, str) for file in files)
+    return False
+
+
 class Unusable(Exception):
     """There can be no recording; the message is a sentence that says why and what to do."""
 
@@ -73,7 +84,9 @@ def _probe(python, env):
         raise Unusable(f"{python} cannot be run: {error.strerror}") from None
     try:
         facts = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
+        if not _is_probed(facts):
+            raise ValueError
+    except (IndexError, ValueError, RecursionError):
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise Unusable(f"{python} is no Python that can be asked (status {done.returncode}: {said})") from None
     if facts["status"]:

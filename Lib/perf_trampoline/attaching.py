@@ -139,14 +139,17 @@ class _Target:
         """What is added to the addresses in the program's file: where its first segment is, less where it asks to be."""
         with open(f"{self.proc}/root{self.program}", "rb") as file:
             header = file.read(64)
-            order = "<" if header[5] == 1 else ">"
-            start, size, count = struct.unpack_from(f"{order}Q14xHH", header, 32)
-            file.seek(start)
-            for _ in range(count):
-                kind, _, offset, address = struct.unpack_from(f"{order}IIQQ", file.read(size))
-                if kind == 1 and offset == 0:
-                    return self.base - address
-        raise AttachError(f"{self.program} has no first segment")
+            order = {b"\x7fELF\2\1": "<", b"\x7fELF\2\2": ">"}.get(header[:6])
+            try:
+                start, size, count = struct.unpack_from(f"{order}Q14xHH", header, 32)
+                file.seek(start)
+                for _ in range(count if size == 56 else 0):
+                    kind, _, offset, address = struct.unpack_from(f"{order}IIQQ", file.read(size))
+                    if kind == 1 and offset == 0:
+                        return self.base - address
+            except (struct.error, ValueError, OSError):
+                pass
+        raise AttachError(f"{self.program} is no ELF program with a first segment")
 
     def run(self, source, *arguments, timeout=30):
         """Run the same interpreter with the rights of the process, as its files may be that user's.  None: it fails."""
@@ -162,12 +165,14 @@ class _Target:
     def _ask_interpreter(self):
         done = self.command and self.run(_DESCRIBE)
         self.found = None
-        if done and done.returncode == 0 and done.stdout.startswith("("):
-            name, self.version, self.suffix, self.found = ast.literal_eval(done.stdout)
-            if name != "cpython":
-                raise AttachError(f"process {self.pid} is not a CPython but {name}")
-        else:       # embedded in a program that is no interpreter
-            self.command = None
+        match _literal(done.stdout if done and done.returncode == 0 else ""):
+            case str(name), (int(), int()) as version, str(suffix), str() | None as found:
+                self.version, self.suffix, self.found = version, suffix, found
+                if name != "cpython":
+                    raise AttachError(f"process {self.pid} is not a CPython but {name}")
+            case _:     # embedded in a program that is no interpreter
+                self.command = None
+        if self.command is None:
             match = re.search(r"python(3)\.(\d+)(t?)", os.path.basename(self.program))
             if match is None:
                 raise AttachError(f"the version of CPython in process {self.pid} cannot be found out")
@@ -293,7 +298,7 @@ def _exchange(target, request, timeout):
             _by_gdb(target, text, timeout)
             keep = False
             _wait(target, reply, timeout)
-        answer = _read(reply)
+        answer = _read(target, reply)
     finally:
         if not keep:
             shutil.rmtree(outer, ignore_errors=True)
@@ -301,8 +306,6 @@ def _exchange(target, request, timeout):
     if answer is None:
         raise AttachError(f"process {target.pid} has not answered for {timeout:g} seconds; nothing was changed, unless it "
                           "answers later")
-    if answer["error"]:
-        raise AttachError(f"process {target.pid}: {answer['error']}")
     return answer["status"] | {"named": answer["named"]}
 
 
@@ -331,13 +334,27 @@ def _wait(target, reply, timeout):
     return True
 
 
-def _read(reply):
+def _literal(text):
+    """What another process wrote as a Python literal; None if it is none."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _read(target, reply):
     try:
         descriptor = os.open(reply, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     with open(descriptor, "rb") as file:
-        return ast.literal_eval(file.read(1 << 20).decode("utf-8"))
+        answer = _literal(file.read(1 << 20).decode(errors="replace"))
+    match answer:
+        case {"error": str(error)} if error:
+            raise AttachError(f"process {target.pid}: {error}")
+        case {"error": None, "named": int(), "status": {"backend": str() | None}}:
+            return answer
+    raise AttachError(f"process {target.pid} has answered what cannot be read")
 
 
 def _by_remote_exec(target, script, timeout):

@@ -67,7 +67,8 @@ def owner(name):
     # No regular expression: to import re takes longer than all the rest of an activation.
     stem, _, suffix = name.rpartition(".")
     pid, number, when = parts if len(parts := stem.split("-")) == 3 else ("", "", "")
-    whole = stem.isascii() and pid.isdigit() and number.isdigit() and when and not when.strip("0123456789abcdef")
+    whole = (stem.isascii() and pid.isdigit() and pid[0] != "0" and number.isdigit()
+             and when and not when.strip("0123456789abcdef"))
     return int(pid) if whole and suffix in ("so", "new") else None
 
 

@@ -12,6 +12,7 @@ guests, and Tools/perf has it under the same name.
 """
 
 import collections
+import io
 import os
 import re
 import shutil
@@ -29,8 +30,10 @@ EVENT = 'cpu-clock:u'
 MAX_STACK = 1024
 
 _HEADER = re.compile(r'\s*(.*?)\s*(-?\d+)/(-?\d+)\s+(\d+)\.(\d{9}):\s+(?:(\d+)\s+)?(\S+?):\s')
-# A symbol may hold spaces, colons and parentheses; a path may hold balanced ones: "(x (deleted))".
-_FRAME = re.compile(r'\s+([0-9a-f]+) (.*) \(((?:[^()]|\([^()]*\))*)\)$')
+# A symbol may hold spaces, colons and parentheses; a path may hold balanced ones, "(x (deleted))", and seldom others.
+_FRAMES = [re.compile(rf'\s+([0-9a-f]+) {symbol_and_path}\n?')
+           for symbol_and_path in (r'(.*) \(((?:[^()]|\([^()]*\))*)\)', r'(.*?) \((.*)\)')]
+_UNREADABLE = '0', '[unknown]', '[unknown]'
 _START = re.compile(r'_start|__libc_start_main.*|(__)?clone3?(@.*)?|__thread_start')
 
 
@@ -55,10 +58,10 @@ def _read(perf, *arguments):
         with open(config, 'w') as file:
             file.write('[addr2line]\nstyle = libdw\n')
         process = _run(perf, *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=noise,
-                       env={**os.environ, 'HOME': home, 'DEBUGINFOD_URLS': ''}, config=config,
-                       encoding='utf-8', errors='surrogateescape')
+                       env={**os.environ, 'HOME': home, 'DEBUGINFOD_URLS': ''}, config=config)
         with process:
-            yield from process.stdout
+            # A carriage return in a name ends no line.
+            yield from io.TextIOWrapper(process.stdout, 'utf-8', 'surrogateescape', newline='\n')
         if process.returncode:
             noise.seek(0)
             raise PerfError(f'perf {arguments[0]} failed: {_last_line(noise.read())}')
@@ -174,14 +177,18 @@ def parse(lines):
     frames = {}         # one object for each distinct line: some hundred of them make a profile
     sample = None
     for line in lines:
-        if line[0] == '\t' and sample:
+        if line.startswith('\t'):
             if line not in frames:
-                ip, sym, dso = _FRAME.match(line.rstrip('\n')).groups()
+                match = _FRAMES[0].fullmatch(line) or _FRAMES[1].fullmatch(line)
+                ip, sym, dso = match.groups() if match else _UNREADABLE
                 frames[line] = Frame(int(ip, 16), sym, dso)
-            sample.stack.append(frames[line])
-        elif header := _HEADER.match(line):
             if sample:
-                yield sample
+                sample.stack.append(frames[line])
+            continue
+        if sample:
+            yield sample
+            sample = None
+        if header := _HEADER.match(line):
             comm, pid, tid, seconds, nanoseconds, period, event = header.groups()
             sample = Sample(int(pid), int(tid), int(seconds + nanoseconds), [], comm, int(period or 1), event)
     if sample:

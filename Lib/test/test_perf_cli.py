@@ -144,6 +144,19 @@ class ProfileTest(Scratch):
         tree = profile.tree()
         self.assertEqual((tree.total, [node.total for _, node in tree.sorted()]), (40, [40]))
 
+    def test_names_that_perf_cannot_print_clearly(self):
+        [path] = self.profile(('a\rb', 7, 5, ['f\r (/x)y)', python('g\rh'), *START])).paths
+        self.assertEqual((path.sample.comm, [tuple(function) for function in path.functions]),
+                         ('a\rb', [(PYTHON, 'g\rh', '/x/app.py'), (NATIVE, 'f\r', '/x)y')]))
+        self.assertEqual(self.names('no path', python('g'), *START), ['g', '[unknown]'])
+
+    def test_stack_of_a_sample_that_cannot_be_read_is_not_that_of_the_one_before(self):
+        perf = self.perf_that_prints(('a', 7, 5, [python('f'), *START]), ('b', 7, 5, [python('g'), *START]))
+        printed = self.scratch / 'printed'
+        printed.write_text(printed.read_text().replace('b 7/7', 'b'))
+        [sample] = perf_script.samples(self.scratch / 'perf.data', [str(perf)])
+        self.assertEqual(len(sample.stack), 1 + len(START))
+
     def test_modules(self):
         for path, name in {'/usr/lib/python3.11/json/encoder.py': 'json.encoder', '/v/site-packages/a/__init__.py': 'a',
                            '/usr/lib/python3/dist-packages/yaml/x.py': 'yaml.x', '/home/me/prog.py': 'prog',
@@ -633,6 +646,11 @@ class ExportTest(Scratch):
                          {'py::le;af:/x/app.py', 'py::main:/x/app.py', 'memcpy (libc.so.6)'})
         self.assertIn('period: 36\n', text)
 
+    def test_a_sample_without_process(self):
+        """perf has -1 for its number; pprof's varints are of 64 bits."""
+        data = gzip.decompress(_export.pprof(self.profile(('', -1, 1, [python('main')])), 't'))
+        self.assertEqual(data.count(b'\xff' * 9 + b'\1'), 2)
+
     def test_without_a_viewer_the_page_is_refused_and_exports_offered(self):
         package = self.scratch / 'site/perf_trampoline'
         shutil.copytree(_interpreter.PACKAGE, package, ignore=shutil.ignore_patterns('viewer', '__pycache__'))
@@ -916,6 +934,8 @@ class CleanTest(Scratch):
         victim = self.write('victim', '0 1 py::f:/x.py\n')
         (self.scratch / 'perf-2.map').symlink_to(victim)
         os.mkfifo(self.scratch / f'jit-{pid}1.dump')
+        (self.scratch / f'jit-{pid}2.dump').mkdir()
+        self.write(f'perf-0{pid}.map', '0 1 py::f:/x.py\n')
         self.assertEqual(self.left(), {})
 
     def test_owner(self):

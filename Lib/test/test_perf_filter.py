@@ -153,6 +153,8 @@ print(perf_trampoline.name_existing() >= 1)
                                  ('!', "pattern 1 of the filter, '!', is empty"),
                                  ('app,', "pattern 2 of the filter, '', is empty"), ('[a-', "has a [ without its ]"),
                                  ('app, lib', 'has a space or a control character'), ('a\\', 'ends in a backslash'),
+                                 ('a\nb', "'a?b', has a space or a control character"), ('[a b]', 'has a space'),
+                                 ('[\\]', 'has a [ without its ]'), ('[[:alpha:]]', 'has a class of characters'),
                                  ('x' * 9000, 'is too long')):
             with self.subTest(patterns[:9]):
                 self.check(f'''

@@ -338,7 +338,7 @@ else:
         return self.names(functions), [debug.entries[0].name for _, debug, _ in functions]
 
     def test_paths_are_those_of_the_file_system(self):
-        paths = ['/a\nb', '/a;b\\c d', '/ü', '/\udcff', '']
+        paths = ['/a\nb', '/a;b\\c d', '/ü\x80\u2028', '/\udcff', '']
         self.assertEqual(self.read_hostile(*paths)[1], paths)
 
     def test_names_that_no_file_has_leave_records_whole(self):

@@ -100,23 +100,23 @@ def _callee_saved(text):
     return registers
 
 
-def _status(text):
-    if text not in ("hardware", "emulated", "untested"):
-        raise ValueError(text)
-    return text
-
-
-def _entry_cfa(text):
-    if not re.fullmatch(r"r\d+\+\d+", text):
-        raise ValueError(text)
-    return text
-
-
 _PARSERS = {
     "cpus": _list, "board": _list, "defines": _list, "chain_cflags": _list,
-    "callee_saved": _callee_saved, "ra_column": int, "entry_cfa": _entry_cfa,
-    "pc": int, "sp": _register, "fp": _register, "ra": _register,
-    "hash_entry": int, "chain": _chain, "status": _status,
+    "callee_saved": _callee_saved, "ra_column": int, "pc": int, "sp": _register,
+    "fp": _register, "ra": _register, "hash_entry": int, "chain": _chain,
+}
+
+_NUMBER = r"(0|[1-9]\d{0,3})"
+_LIST = r"-|[!-+.-~-]+(,[!-+.-~-]+)*"
+_REGISTER = f"{_NUMBER}@{_NUMBER}"
+_SAVED = rf"([a-z]+\d*|(?P<letters>[a-z]+)\d{{1,2}}-(?P=letters)\d{{1,2}})={_NUMBER}"
+_FORMS = {
+    "name": r"\w+", "cpus": _LIST, "board": _LIST, "defines": _LIST,
+    "chain_cflags": _LIST, "callee_saved": f"({_SAVED}(,(?=[a-z])|$))+",
+    "ra_column": _NUMBER, "entry_cfa": rf"r{_NUMBER}\+{_NUMBER}", "pc": _NUMBER,
+    "sp": _REGISTER, "fp": f"{_REGISTER}|-", "ra": f"{_REGISTER}|-",
+    "hash_entry": "[48]", "chain": rf"-?{_NUMBER},\^?-?{_NUMBER}",
+    "status": "hardware|emulated|untested",
 }
 
 
@@ -124,8 +124,9 @@ def load(path=TABLE):
     columns = [field.name for field in dataclasses.fields(Arch)]
     archs = {}
     previous = ""
-    for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), 1):
-        words = line.split()
+    text = pathlib.Path(path).read_bytes().decode(errors="surrogateescape")
+    for number, line in enumerate(text.split("\n"), 1):
+        words = re.findall(r"[^ \t]+", line)
         if not words or words[0].startswith("#"):
             continue
         where = f"{path}:{number}"
@@ -133,10 +134,9 @@ def load(path=TABLE):
             raise Refusal(2, f"{where}: {len(words)} columns, not {len(columns)}")
         values = {}
         for column, word in zip(columns, words):
-            try:
-                values[column] = _PARSERS.get(column, str)(word)
-            except (ValueError, TypeError, AttributeError):
-                raise Refusal(2, f"{where}: {column} cannot be {word!r}") from None
+            if not re.fullmatch(_FORMS.get(column, "[!-~]+"), word, re.ASCII):
+                raise Refusal(2, f"{where}: {column} cannot be {word!r}")
+            values[column] = _PARSERS.get(column, str)(word)
         name = values["name"]
         if name in archs:
             raise Refusal(3, f"{where}: {name} is already in the table")

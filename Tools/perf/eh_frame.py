@@ -11,12 +11,12 @@ Base Core, 10.6.1 "The .eh_frame section".
 """
 
 import dataclasses
+import functools
 import io
 
 from archs import Refusal
 
 try:
-    from elftools.common.exceptions import DWARFError, ELFError
     from elftools.dwarf.callframe import CallFrameInfo
     from elftools.dwarf.structs import DWARFStructs
     from elftools.elf.elffile import ELFFile
@@ -130,6 +130,8 @@ class _Reader:
             end += 1
         if signed and byte & 0x40:
             value -= 1 << shift
+        if not -1 << 63 <= value < 1 << 64 - signed:
+            raise Refusal(11, "a number of .eh_frame has more than 64 bits")
         self._piece(end, what, value)
         return value
 
@@ -204,6 +206,8 @@ def decode(data, code_size, byteorder):
 
     template = b"".join(piece for piece, _ in reader.fields)
     rows = _rows(template, byteorder)
+    if len(rows) != 1 + sum("advance" in what for _, what in reader.fields):
+        raise Refusal(16, "an advance_loc begins no row")
     if (rows[-1].cfa, rows[-1].registers) != (rows[0].cfa, rows[0].registers):
         raise Refusal(16, f"the last row ({rows[-1]}) does not restore the first "
                           f"({rows[0]})")
@@ -225,80 +229,133 @@ def _refuse_other_than_one_cie_one_fde(data, byteorder):
                           "one CIE and one FDE")
 
 
+@functools.cache
+def _structs(byteorder):
+    return DWARFStructs(little_endian=byteorder == "little", dwarf_format=32,
+                        address_size=8)
+
+
 def _rows(template, byteorder):
-    structs = DWARFStructs(little_endian=byteorder == "little", dwarf_format=32,
-                           address_size=8)
     try:
-        _, fde = CallFrameInfo(io.BytesIO(template), len(template), 0, structs,
+        _, fde = CallFrameInfo(io.BytesIO(template), len(template), 0,
+                               _structs(byteorder),
                                for_eh_frame=True).get_entries()
-        table = fde.get_decoded().table
-    except (DWARFError, ELFError, ValueError) as error:
-        raise Refusal(11, f"pyelftools cannot decode .eh_frame: {error}") from None
-    start = fde.header["initial_location"]
-    return [Row(line["pc"] - start, (line["cfa"].reg, line["cfa"].offset),
-                {register: rule.arg for register, rule in line.items()
-                 if register not in ("pc", "cfa")})
-            for line in table]
+        start = fde.header["initial_location"]
+        rows = [Row(line["pc"] - start, (line["cfa"].reg, line["cfa"].offset),
+                    {register: rule.arg for register, rule in line.items()
+                     if register not in ("pc", "cfa")})
+                for line in fde.get_decoded().table]
+    except Exception as error:      # pyelftools takes what it reads to be well formed
+        raise Refusal(11, f"pyelftools cannot decode .eh_frame: {error!r}") from None
+    if not rows:
+        raise Refusal(11, ".eh_frame describes nothing")
+    return rows
 
 
 def read_object(path):
     try:
         with open(path, "rb") as file:
             return _read_elf(ELFFile(file))
-    except ELFError as error:
-        raise Refusal(8, f"{path} is no ELF object: {error}") from None
+    except Refusal:
+        raise
+    except Exception as error:      # pyelftools takes what it reads to be well formed
+        raise Refusal(8, f"{path} is no ELF object: {error!r}") from None
 
 
 def _read_elf(elf):
-    text, eh_frame = map(elf.get_section_by_name, (".text", ".eh_frame"))
-    symtab = elf.get_section_by_name(".symtab")
-    if not (text and eh_frame and symtab):
-        raise Refusal(8, "the object lacks .text, .eh_frame or .symtab; is the "
-                         "guard of the .S true?")
-    symbols = {}
-    for name in (START, END):
-        found = symtab.get_symbol_by_name(name)
-        if not found:
-            raise Refusal(8, f"the object does not define {name}")
-        symbols[name] = found[0]
-    size = symbols[START]["st_size"]
-    padding = text["sh_size"] - size
-    if (symbols[START]["st_value"] or symbols[END]["st_value"] != size
-            or not 0 <= padding < text["sh_addralign"]):
-        raise Refusal(9, f".text holds {text['sh_size']} bytes, the function "
+    if (elf.elfclass, elf["e_type"], elf["e_version"]) != (64, "ET_REL", "EV_CURRENT"):
+        raise Refusal(8, "not a relocatable ELF object of 64 bits")
+    text, eh_frame, symtab = (_section(elf, name) for name in
+                              (".text", ".eh_frame", ".symtab"))
+    start, end = (_symbol(elf, symtab, name, text) for name in (START, END))
+    size = start["st_size"]
+    padding = text.header["sh_size"] - size
+    if (start["st_value"] or end["st_value"] != size
+            or not 0 <= padding < text.header["sh_addralign"] <= 4096):
+        raise Refusal(9, f".text holds {text.header['sh_size']} bytes, the function "
                          f"{size}: nothing else may be in .text")
-    if _relocations(elf, ".text"):
+    if _relocations(elf, text, symtab):
         raise Refusal(10, "the code has relocations and could not be copied; "
                           "name no symbol in it")
 
     byteorder = "little" if elf.little_endian else "big"
-    frame = decode(eh_frame.data(), size, byteorder)
-    _check_range(elf, frame, size)
+    frame = decode(eh_frame.data, size, byteorder)
+    _check_range(_relocations(elf, eh_frame, symtab), text, frame, size)
     elf.stream.seek(18)     # pyelftools makes a name of e_machine
     machine = int.from_bytes(elf.stream.read(2), byteorder)
     return Trampoline(machine, elf["e_flags"], elf.elfclass // 32,
-                      1 if elf.little_endian else 2, text.data()[:size], frame)
+                      1 if elf.little_endian else 2, text.data[:size], frame)
 
 
-def _relocations(elf, section):
-    """(offset, value of symbol + addend) of each relocation for the section."""
-    symtab = elf.get_section_by_name(".symtab")
-    return [(reloc["r_offset"],
-             symtab.get_symbol(reloc["r_info_sym"])["st_value"]
-             + (reloc["r_addend"] if reloc.is_RELA() else 0))
-            for prefix in (".rela", ".rel")
-            if (found := elf.get_section_by_name(prefix + section))
-            for reloc in found.iter_relocations()]
+@dataclasses.dataclass(frozen=True)
+class _Section:
+    number: int
+    header: dict
+    data: bytes
+    symbols: list
 
 
-def _check_range(elf, frame, size):
+_TYPES = {".symtab": ["SHT_SYMTAB"], ".text": ["SHT_PROGBITS"],
+          ".eh_frame": ["SHT_PROGBITS", "SHT_AMD64_UNWIND"]}
+
+
+def _section(elf, name):
+    found = [(number, section) for number, section in enumerate(elf.iter_sections())
+             if _is_named(elf, elf["e_shstrndx"], section["sh_name"], name)]
+    if not found:
+        raise Refusal(8, f"the object lacks {name}; is the guard of the .S true?")
+    number, section = found[0]
+    data = b"" if section.compressed else section.data()
+    if (len(found) > 1 or section["sh_type"] not in _TYPES[name]
+            or len(data) != section["sh_size"]):
+        raise Refusal(8, f"the object has a second {name}, or one that is cut short, "
+                         "compressed or of another type")
+    symbols = list(section.iter_symbols()) if name == ".symtab" else []
+    return _Section(number, section.header, data, symbols)
+
+
+def _is_named(elf, table, offset, name):
+    # pyelftools looks beyond the ends of tables.
+    section = elf.get_section(table)
+    names = section.data()
+    if table >= elf.num_sections() or len(names) != section["sh_size"]:
+        raise Refusal(8, f"the object has no section {table} for names")
+    return names.startswith(name.encode() + b"\0", offset)
+
+
+def _symbol(elf, symtab, name, text):
+    found = [symbol for symbol in symtab.symbols
+             if _is_named(elf, symtab.header["sh_link"], symbol["st_name"], name)]
+    if len(found) != 1 or found[0]["st_shndx"] != text.number:
+        raise Refusal(8, f"the object does not define {name}, once and in .text")
+    return found[0]
+
+
+def _relocations(elf, section, symtab):
+    """(offset, symbol, addend) of each relocation for the section."""
+    found = []
+    for table in elf.iter_sections():
+        if (table["sh_type"] in ("SHT_REL", "SHT_RELA")
+                and table["sh_info"] == section.number):
+            if table["sh_link"] != symtab.number:
+                raise Refusal(8, f"the symbols of {table.name} are not in .symtab")
+            found += [(reloc["r_offset"], symtab.symbols[reloc["r_info_sym"]],
+                       reloc["r_addend"] if reloc.is_RELA() else 0)
+                      for reloc in table.iter_relocations()]
+    return found
+
+
+def _check_range(relocations, text, frame, size):
     """The FDE must describe exactly the function.
 
     Where a linker may shrink code, both fields are 0 in the object and two
     relocations, end and start, stand for the range.
     """
     start, ends = [], []
-    for offset, value in _relocations(elf, ".eh_frame"):
+    for offset, symbol, addend in relocations:
+        value = symbol["st_value"] + addend
+        if symbol["st_shndx"] != text.number:
+            raise Refusal(15, "the FDE is for what is in another section than .text")
         if offset == frame.initial_location_offset:
             start.append(value)
         elif offset == frame.address_range_offset:

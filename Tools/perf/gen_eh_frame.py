@@ -153,10 +153,10 @@ def spaced(condition):
 
 def read_header(path, arch):
     """The constants and the listing that a header on disk stands for."""
-    text = path.read_text() if path.exists() else ""
+    text = contents(path)
     found = dict(re.findall(r"^#define PERF_TRAMPOLINE_(\w+) (.*)$", text, re.M))
     arrays = {name: bytes(int(byte, 16)
-                          for byte in re.findall(r"0x(\w\w),", body))
+                          for byte in re.findall(r"0x([0-9a-f]{2}),", body))
               for name, body in re.findall(r"(\w+)\[\] = \{(.*?)^\};", text,
                                            re.M | re.S)}
     try:
@@ -168,8 +168,8 @@ def read_header(path, arch):
             int(found["ELF_CLASS"], 0), int(found["ELF_DATA"], 0), code, frame)
     except (KeyError, ValueError, Refusal) as error:
         return found, f"not readable: {error}\n"
-    if found != constants(trampoline, arch):
-        return found, "constants disagree with the template\n"
+    if text != header(trampoline, arch):
+        return found, "not what is generated of its code and template\n"
     return found, trampoline.listing()
 
 
@@ -195,9 +195,13 @@ def check_header(trampoline, arch, root):
               difflib.unified_diff(old, new, "header", "object"))
 
 
+def contents(path):
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
 def write(path, text):
     """Whole and only if it changes something, or not at all."""
-    if path.exists() and path.read_text() == text:
+    if contents(path) == text:
         return
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
@@ -215,7 +219,7 @@ def write_or_check(name, text, options):
     path = options.root / name
     if not options.check:
         return write(path, text)
-    old = path.read_text() if path.exists() else ""
+    old = contents(path)
     if old != text:
         stale(name, None, difflib.unified_diff(
             old.splitlines(True), text.splitlines(True), "file", "table"))
