@@ -277,7 +277,7 @@ _COLUMNS = {
     "name": r"\w+", "cpus": _NAMES, "defines": _NAMES, "chain_cflags": _NAMES, "board": _NAMES,
     "callee_saved": f"{_SAVED}(,{_SAVED})*", "ra_column": _NUMBER, "entry_cfa": rf"r{_NUMBER}\+{_NUMBER}",
     "pc": _NUMBER, "sp": f"{_NUMBER}@{_NUMBER}", "fp": f"{_NUMBER}@{_NUMBER}|-", "ra": f"{_NUMBER}@{_NUMBER}|-", "hash_entry": "[48]",
-    "chain": rf"-?{_NUMBER},\^?-?{_NUMBER}", "status": "tested|untested"}
+    "chain": rf"-?{_NUMBER},\^?-?{_NUMBER}", "status": "hardware|emulated|untested"}
 
 
 def table(text, columns):
