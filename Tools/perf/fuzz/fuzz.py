@@ -159,7 +159,7 @@ def objects():
                 places += range(section.offset, section.offset + section.size)
             elif section.name == b".symtab":
                 places += [section.offset + 24 * number + at for number, symbol in enumerate(elf.symbols(i))
-                           if symbol.name.startswith(b"_Py") for at in (0, 4, 5, 6, 8, 16) * 4]
+                           if symbol.name.startswith(b"_Py") for at in (0, 4, 5, 6, 8, 16) * 12]
         good.append(Good(arch, data, elf, places, eh_frame.read_object(path).eh_frame, oracle.trampoline(data)))
     return good
 
@@ -768,7 +768,7 @@ def check_path(path, filename):
 
 
 PATTERN = st.text(st.sampled_from("ab.*?[]!^-\\/,: \t") | st.characters(min_codepoint=1, blacklist_categories=["Cs"]), max_size=10) | st.sampled_from(
-    ["app", "!app.tests", "/srv/app", "*/views.py", "[!a]*", "l?b", "[[:alpha:]]*", "\\[a", "[\\]]*", "[\\]", "[]a]pp", "a" * 9000, "[a b]"])
+    ["app", "!app.tests", "/srv/app", "*/views.py", "[!a]*", "l?b", "[[:alpha:]]*", "\\[a", "[\\]]*", "[\\]", "[]a]pp", "[]", "a" * 9000, "[a b]"])
 MODULES = [("app", "/srv/app/__init__.py"), ("app.views", "/srv/app/views.py"), ("application", "/srv/application.py"), ("b", "/a"),
            ("a.b", "b/a"), ("lib", "/usr/lib/x/lib.py"), ("a", "a"), ("[a", "[/]"), ("ab]", "/a-b^!")]
 
