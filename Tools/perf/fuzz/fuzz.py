@@ -159,7 +159,7 @@ def objects():
                 places += range(section.offset, section.offset + section.size)
             elif section.name == b".symtab":
                 places += [section.offset + 24 * number + at for number, symbol in enumerate(elf.symbols(i))
-                           if symbol.name.startswith(b"_Py") for at in (0, 4, 5, 6, 8, 16) * 4]
+                           if symbol.name.startswith(b"_Py") for at in (0, 4, 5, 6, 8, 16) * 12]
         good.append(Good(arch, data, elf, places, eh_frame.read_object(path).eh_frame, oracle.trampoline(data)))
     return good
 
@@ -191,10 +191,16 @@ INSTRUCTIONS = st.one_of(
     st.binary(max_size=3))
 
 
-def frames(draw, frame, order):
-    """An .eh_frame from the fields of a good one, some of them others."""
+def frames(draw, frame, address_range, order):
+    """An .eh_frame from the fields of a good one: one of them another, or some instructions, or whatever; size of the CIE."""
+    kind = draw(st.sampled_from(["field", "instructions", "whatever"]))
+    left = draw(st.integers(0, 15))     # fields before the other one
+
     def this(good, other):
-        return draw(other) if draw(st.integers(0, 7)) == 7 else good
+        nonlocal left
+        left -= 1
+        is_other = left == -1 if kind == "field" else kind == "whatever" and draw(st.integers(0, 7)) == 7
+        return draw(other) if is_other else good
 
     number = functools.partial(int.to_bytes, length=4, byteorder=order)
     fields = [piece for piece, _ in frame.fields]
@@ -203,9 +209,9 @@ def frames(draw, frame, order):
     alternatives = [st.sampled_from([b"\0", b"\2", b"\3", b"\4", b"\xff"]), st.sampled_from([b"zR\0", b"\0", b"zPLR\0", b"zRS\0", b"eh\0", b"z"]),
                     LEB, SIGNED, LEB, LEB, st.sampled_from([b"\x1b", b"\0", b"\xff", b"\x1c"])]
     cie[:7] = [this(good, other) for good, other in zip(cie, alternatives)]
-    fde[2] = this(fde[2], LEB)
+    fde[1:3] = number(max(address_range + this(0, st.integers(-8, 8)), 0)), this(fde[2], LEB)
     for entry, begin in (cie, 7), (fde, 3):
-        for _ in range(draw(st.integers(0, 3))):
+        for _ in range(0 if kind == "field" else draw(st.integers(0, 2))):
             where = draw(st.integers(begin, len(entry)))
             entry[where:where + draw(st.integers(0, 2))] = draw(st.lists(INSTRUCTIONS, max_size=2))
     cie, fde = b"".join(cie), b"".join(fde)
@@ -214,7 +220,7 @@ def frames(draw, frame, order):
     wrong = st.integers(-8, 8)
     entries = [number(max(4 + len(cie) + this(0, wrong), 0)) + this(bytes(4), st.binary(min_size=4, max_size=4)) + cie]
     entries += [number(max(4 + len(fde) + this(0, wrong), 0)) + number(max(len(entries[0]) + 4 + this(0, wrong), 0)) + fde]
-    return b"".join(this(entries, st.lists(st.sampled_from([*entries, bytes(4), number(0xffffffff)]), max_size=4)))
+    return len(entries[0]), b"".join(this(entries, st.lists(st.sampled_from([*entries, bytes(4), number(0xffffffff)]), max_size=4)))
 
 
 @st.composite
@@ -222,9 +228,14 @@ def damaged_objects(draw):
     good = one_of(draw, objects())
     data, elf = good.data, good.elf
     if draw(st.booleans()):
-        other = frames(draw, good.frame, BYTEORDER[elf.order])
+        cie_size, other = frames(draw, good.frame, good.found.cfi.address_range, BYTEORDER[elf.order])
         header = elf.table + 64 * elf.index(b".eh_frame", [oracle.PROGBITS]) + 24
         data = data[:header] + struct.pack(elf.order + "QQ", len(data), len(other)) + data[header + 16:] + other
+        relocations = elf.sections[elf.index(b".rela.eh_frame", [oracle.RELA])]
+        for at in range(relocations.offset, relocations.offset + relocations.size, 24):
+            offset, = struct.unpack_from(elf.order + "Q", data, at)
+            data = data[:at] + struct.pack(elf.order + "Q", offset + cie_size - good.frame.cie_size) + data[at + 8:]
+        return good.arch.name, data
     return good.arch.name, damage(draw, data, good.places)
 
 
@@ -757,7 +768,7 @@ def check_path(path, filename):
 
 
 PATTERN = st.text(st.sampled_from("ab.*?[]!^-\\/,: \t") | st.characters(min_codepoint=1, blacklist_categories=["Cs"]), max_size=10) | st.sampled_from(
-    ["app", "!app.tests", "/srv/app", "*/views.py", "[!a]*", "l?b", "[[:alpha:]]*", "\\[a", "[\\]]*", "[\\]", "[]a]pp", "a" * 9000, "[a b]"])
+    ["app", "!app.tests", "/srv/app", "*/views.py", "[!a]*", "l?b", "[[:alpha:]]*", "\\[a", "[\\]]*", "[\\]", "[]a]pp", "[]", "a" * 9000, "[a b]"])
 MODULES = [("app", "/srv/app/__init__.py"), ("app.views", "/srv/app/views.py"), ("application", "/srv/application.py"), ("b", "/a"),
            ("a.b", "b/a"), ("lib", "/usr/lib/x/lib.py"), ("a", "a"), ("[a", "[/]"), ("ab]", "/a-b^!")]
 
