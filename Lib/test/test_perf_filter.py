@@ -139,8 +139,7 @@ if child: wait(child); print(child)
 ''')
                 self.remove_files_of(int(done.stdout))
                 self.assertEqual(self.named(done.pid, backend), {'lib', 'app_views'})
-                # What an image of the parent names it names for the child as well.
-                inherited = {'lib'} if backend == 'perf_elf' else set()
+                inherited = {'lib'} if backend == 'perf_elf' else set()     # the parent's image names it for the child
                 self.assertEqual(self.named(int(done.stdout), backend), {'lib', 'app_views'} - inherited)
 
     def test_existing_functions(self):
