@@ -203,14 +203,14 @@ def decode(data, code_size, byteorder):
     reader.instructions(len(data))
 
     template = b"".join(piece for piece, _ in reader.fields)
-    rows = _rows(template, byteorder)
-    if (rows[-1].cfa, rows[-1].registers) != (rows[0].cfa, rows[0].registers):
-        raise Refusal(16, f"the last row ({rows[-1]}) does not restore the first "
-                          f"({rows[0]})")
-    if rows[-1].offset >= code_size:
-        raise Refusal(16, f"the last row ({rows[-1]}) lies behind the code")
+    table = rows(template, byteorder)
+    first, last = table[0], table[-1]
+    if (last.cfa, last.registers) != (first.cfa, first.registers):
+        raise Refusal(16, f"the last row ({last}) does not restore the first ({first})")
+    if last.offset >= code_size:
+        raise Refusal(16, f"the last row ({last}) lies behind the code")
     return EhFrame(template, reader.fields, fde_offset, initial_location_offset,
-                   address_range_offset, address_range, ra_column, rows)
+                   address_range_offset, address_range, ra_column, table)
 
 
 def _refuse_other_than_one_cie_one_fde(data, byteorder):
@@ -225,7 +225,7 @@ def _refuse_other_than_one_cie_one_fde(data, byteorder):
                           "one CIE and one FDE")
 
 
-def _rows(template, byteorder):
+def rows(template, byteorder):
     structs = DWARFStructs(little_endian=byteorder == "little", dwarf_format=32,
                            address_size=8)
     try:
