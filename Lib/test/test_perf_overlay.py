@@ -55,6 +55,8 @@ AS_VAR_IF([perf_trampoline], [yes], [
   PERF_TRAMPOLINE_OBJ=Python/asm_trampoline.o
 ])
 '''
+WITH_DARWIN = ONE_FILE.replace(" [perf_trampoline=no]", """
+        [aarch64-apple-darwin*], [perf_trampoline=yes], [perf_trampoline=no]""")
 ONE_PER_ARCH = '''\
 perf_trampoline=yes
 AS_CASE([$PLATFORM_TRIPLET], [x86_64-*], [PERF_TRAMPOLINE_OBJ=Python/asm_trampoline_x86_64.o],
@@ -182,6 +184,7 @@ def miniature(version):
         files[f'PCbuild/{name}.vcxproj.filters'] = item.replace(' />', '>\r\n      <Filter>Python</Filter>\r\n    </ClCompile>')
     if version != '3.14':
         objects.append('jit_unwind')
+        choice = WITH_DARWIN
         files['Python/jit_unwind.c'] = 'old\n'
     if version == 'main':
         choice = ONE_PER_ARCH
@@ -198,6 +201,8 @@ def miniature(version):
 
 
 VERSIONS = '3.14', '3.15', 'main'
+OF_DARWIN = ['Python/' + name for name in ('asm_trampoline_aarch64.h', 'asm_trampoline_darwin.S', 'perf_trampoline_darwin.c',
+                                           'perf_jit_trampoline_darwin.c', 'jit_unwind_darwin.c')]
 
 
 class MiniatureTest(unittest.TestCase):
@@ -243,8 +248,8 @@ class PlacesTest(MiniatureTest):
                 self.call(overlay.apply)
                 for path in [*overlay.SOURCES, *overlay.HEADERS, *(arch.source for arch in archs.load().values())]:
                     self.assertEqual((self.at / path).read_bytes(), (SOURCE / path).read_bytes(), path)
-                self.assertEqual([path for path, (text, mode) in self.contents().items()
-                                  if text.startswith(b'old') and not path.startswith(overlay.KEPT)], [])
+                self.assertEqual({path for path, (text, mode) in self.contents().items() if text.startswith(b'old')
+                                  and not path.startswith(overlay.KEPT)}, set(OF_DARWIN if version == '3.15' else []))
                 self.assertRegex(self.text('Python/sysmodule.c'), r'(?s)_PyPerf_FindCallbacks\(backend\).*_PyPerfTrampoline_Init')
                 self.assertNotIn('strcmp', self.text('Python/sysmodule.c'))
                 self.assertRegex(self.text('Python/pylifecycle.c'),
@@ -276,7 +281,7 @@ class PlacesTest(MiniatureTest):
 
     @unittest.skipUnless(shutil.which('autoconf'), 'autoconf is not installed')
     def test_configure_chooses_by_processor_and_system(self):
-        self.make('3.15')
+        self.make('3.14')
         self.call(overlay.apply)
         self.assertTrue(os.access(self.at / 'configure', os.X_OK))
         def configure(compiler, host_os='linux-gnu'):
@@ -295,6 +300,21 @@ class PlacesTest(MiniatureTest):
         for system in ('darwin24.1', 'linux-android', 'wasi') if FULL else ('darwin24.1',):
             self.assertEqual(configure('gcc', system), ('', ''))
         self.assertEqual(configure('gcc -m32'), ('', ''))       # no line of the table
+
+    @unittest.skipUnless(shutil.which('autoconf'), 'autoconf is not installed')
+    def test_darwin_keeps_what_cpython_has(self):
+        self.make('3.15')
+        self.call(overlay.apply)
+        compiler = self.at / 'compiler'
+        compiler.write_text('#!/bin/sh\necho aarch64-apple-darwin24\n')
+        compiler.chmod(0o755)
+        done = subprocess.run(['./configure'], cwd=self.at, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              env=os.environ | {'CC': './compiler', 'host_os': 'darwin24.1'})
+        self.assertIn('object is <Python/asm_trampoline_darwin.o Python/jit_unwind_darwin.o Python/perf_jit_trampoline_darwin.o '
+                      'Python/perf_trampoline_darwin.o>', done.stdout)
+        for path in OF_DARWIN[1:]:
+            self.assertEqual(self.text(path), miniature('3.15')[path.replace('_darwin', '')])
+        self.assertIn('Python/perf_trampoline_darwin.c\t-\t_Py_perfmap_callbacks', self.text('Tools/c-analyzer/cpython/ignored.tsv'))
 
 
 class UndoTest(MiniatureTest):
@@ -386,8 +406,26 @@ class RefusalTest(MiniatureTest):
 
     def test_jit_that_calls_what_the_core_does_not_have(self):
         self.make('3.15')
-        (self.at / 'Python/jit_publish.c').write_text('f(_PyJitUnwind_GdbRegisterCode());\n')
-        self.assertRefused('jit_publish.c calls _PyJitUnwind_GdbRegisterCode, which the core does not have')
+        (self.at / 'Python/jit_publish.c').write_text('f(_PyJitUnwind_GdbRegisterCode(), _PyJitUnwind_Tell());\n')
+        self.assertRefused('jit_publish.c calls _PyJitUnwind_Tell, which the core does not have')
+
+    def test_jit_that_calls_it_otherwise(self):
+        self.make('3.15')
+        header = self.at / 'Include/internal/pycore_jit_unwind.h'
+        for kept, extra, refused in ('', '', False), (', const void *shim', '', True), ('', ' int', True):
+            header.write_text('size_t _PyJitUnwind_BuildEhFrame(uint8_t *buffer, size_t buffer_size,\n'
+                              f'    const void *code, size_t{extra} size, int absolute{kept});\n')
+            if refused:
+                self.assertRefused(r'_PyJitUnwind_BuildEhFrame\(\) takes .*; the core.s uint8_t \*, size_t, const void \*, size_t, int')
+            else:
+                self.call(overlay.apply)
+                self.call(overlay.undo)
+
+    def test_darwin_with_an_extractor(self):
+        self.make('main')
+        path = self.at / 'configure.ac'
+        path.write_text(path.read_text().replace('[x86_64-*]', '[x86_64-linux-*|x86_64-apple-darwin]'))
+        self.assertRefused("Darwin's trampoline has its unwind data from")
 
     def test_no_cpython_tree(self):
         self.at.mkdir()
