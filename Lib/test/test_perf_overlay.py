@@ -507,18 +507,36 @@ class CoreTest(unittest.TestCase):
             with self.subTest(version):
                 names = set().union(*self.compile(version).values())
                 self.assertLess(self.ENTRY_POINTS | {'_Py_perfmap_callbacks', '_Py_perfmap_jit_callbacks'}, names)
-                self.assertEqual({name for name in names if not name.startswith(('_Py', 'Py'))} - {
-                    '__jit_debug_descriptor', '__jit_debug_register_code'}, set())
+                self.assertEqual({name for name in names if not name.startswith(('_Py', 'Py'))}, set())
+
+    def test_what_the_jit_calls(self):
+        names = self.compile('3.15', '-D_Py_JIT', '-D_Py_TIER2=3')
+        self.assertLess({f'_PyJitUnwind_{name}' for name in (
+            'EhFrameSize', 'BuildEhFrame', 'GdbRegisterCode', 'GdbUnregisterCode', 'GnuBacktraceRegisterCode',
+            'GnuBacktraceUnregisterCode')} | {'__jit_debug_descriptor', '__jit_debug_register_code', '_Py_jit_debug_mutex'},
+            names['Python/jit_unwind.c'])
+        self.assertIn('_PyPerfJit_WriteNamedCode', names['Python/perf_cpython.c'])
+
+    def test_nothing_of_it_is_on_darwin(self):
+        with tempfile.NamedTemporaryFile('w', suffix='.h') as darwin:
+            darwin.write('#define __APPLE__ 1\n')
+            darwin.flush()
+            symbols = self.compile('3.15', '-D_Py_JIT', '-include', 'Python.h', '-include', 'pycore_ceval.h', '-include', 'pycore_interpframe.h',
+                                   '-include', darwin.name)
+            self.assertEqual(set().union(*symbols.values()), {'_PyPerf_FindCallbacks'})
 
     def test_stubs_where_configure_found_no_trampoline(self):
         with tempfile.NamedTemporaryFile('w', suffix='.h') as undefine:
             undefine.write('#undef PY_HAVE_PERF_TRAMPOLINE\n')
             undefine.flush()
+            undefined = '-include', 'pyconfig.h', '-include', undefine.name
             for version in self.VERSIONS:
                 with self.subTest(version):
-                    symbols = self.compile(version, '-include', 'pyconfig.h', '-include', undefine.name)
+                    symbols = self.compile(version, *undefined)
                     self.assertEqual(symbols.pop('Python/perf_cpython.c'), self.ENTRY_POINTS)
                     self.assertEqual(set().union(*symbols.values()), set())
+            # The JIT is there without a trampoline.
+            self.assertIn('_PyJitUnwind_GdbRegisterCode', self.compile('3.15', '-D_Py_JIT', *undefined)['Python/jit_unwind.c'])
 
 
 def prepared(kind):
@@ -526,6 +544,11 @@ def prepared(kind):
         return intree.build(kind)
     except roots.Unavailable as reason:
         raise unittest.SkipTest(str(reason)) from None
+
+
+def in_private_tmp():
+    """The command after which a program has a /tmp of its own."""
+    return [*perf_support.unshare_mounts(), 'sh', '-c', 'mount -t tmpfs none /tmp && exec "$@"', 'sh']
 
 
 def skips(output):
@@ -552,6 +575,24 @@ for backend in 'perf', 'perf_jit', 'perf_elf':
         function()
     sys.deactivate_stack_trampoline()
     assert not sys.is_stack_trampoline_active(), backend
+'''
+
+# Where a processor or a byte order could matter; the others test files and names.
+EMULATED = ('test_perf_map.EntryTest', 'test_perf_jitdump.RecordTest', 'test_perf_elf_image.UnwindDataTest',
+            'test_perf_elf_image.MappingTest', 'test_perf_trampoline.SysTest', 'test_perf_trampoline.ProgramsTest')
+
+# Of the libraries that a cross build has not, elftools imports one for nothing.
+OURS = '''
+import importlib.util, sys, types, unittest
+if importlib.util.find_spec('zlib') is None:
+    sys.modules['zlib'] = types.ModuleType('zlib')
+sys.path.insert(0, '{0}')
+def tests(suite):
+    for test in suite:
+        yield from tests(test) if isinstance(test, unittest.TestSuite) else [test]
+suite = unittest.defaultTestLoader.loadTestsFromNames({1!r})
+chosen = unittest.TestSuite(test for test in tests(suite) if test.id().rpartition('.')[2] not in {2!r})
+sys.exit(not unittest.TextTestRunner(verbosity=2).run(chosen).wasSuccessful())
 '''
 
 SIXTEEN_THREADS = '''
@@ -581,12 +622,17 @@ class InTreeTest(unittest.TestCase):
 
     def run_tests(self, build, *names):
         """In a /tmp of their own: they remove every perf map that is newer than they."""
-        unshare = perf_support.unshare_mounts()
-        mount = 'mount -t tmpfs none /tmp && exec "$@"'
-        private = intree.Build(build.source, build.build, (*unshare, 'sh', '-c', mount, 'sh', *build.runner), build.env)
-        done = private.run('-m', 'test', '-v', *names)
+        done = build.run('-m', 'test', '-v', *names, before=in_private_tmp())
         self.assertEqual(done.returncode, 0, done.stdout[-5000:])
         return done.stdout
+
+    def run_ours(self, build, *names):
+        """Our tests of these names; the status that they ask for is the extension's, linked to that interpreter."""
+        path = [SOURCE / 'Lib/test/perfdata/intree', '/usr/lib/python3/dist-packages']
+        done = build.run('-c', OURS.format(SOURCE / 'Lib/test', names, NOT_IN_CPYTHON), program='python-status', cwd=SOURCE / 'Lib/test',
+                         env=build.env | {'PYTHONPATH': os.pathsep.join(map(str, path))})
+        self.assertEqual(done.returncode, 0, done.stdout[-5000:])
+        self.assertRegex(done.stdout, r'(?m)^Ran [1-9]')
 
     def test_its_own_tests_of_the_trampoline(self):
         names = 'test_perf_profiler', 'test_perfmaps'
@@ -599,22 +645,7 @@ class InTreeTest(unittest.TestCase):
         self.run_tests(prepared('native'), 'test_sys', 'test_embed', 'test_code', 'test_fork1', 'test_threading')
 
     def test_our_tests(self):
-        build = prepared('native')
-        path = [SOURCE / 'Lib/test/perfdata/intree', '/usr/lib/python3/dist-packages']
-        names = 'test_perf_map', 'test_perf_jitdump', 'test_perf_trampoline', 'test_perf_elf_image'
-        program = f'''
-import sys, unittest
-sys.path.insert(0, {str(SOURCE / 'Lib/test')!r})
-def tests(suite):
-    for test in suite:
-        yield from tests(test) if isinstance(test, unittest.TestSuite) else [test]
-suite = unittest.defaultTestLoader.loadTestsFromNames({names!r})
-chosen = unittest.TestSuite(test for test in tests(suite) if test.id().rpartition('.')[2] not in {NOT_IN_CPYTHON!r})
-sys.exit(not unittest.TextTestRunner(verbosity=2).run(chosen).wasSuccessful())
-'''
-        done = build.run('-c', program, program='python-status', cwd=SOURCE / 'Lib/test',
-                         env=build.env | {'PYTHONPATH': os.pathsep.join(map(str, path))})
-        self.assertEqual(done.returncode, 0, done.stdout[-5000:])
+        self.run_ours(prepared('native'), 'test_perf_map', 'test_perf_jitdump', 'test_perf_trampoline', 'test_perf_elf_image')
 
     def test_its_checks(self):
         build = prepared('native')
@@ -652,8 +683,130 @@ sys.exit(not unittest.TextTestRunner(verbosity=2).run(chosen).wasSuccessful())
     def test_other_architectures_under_an_emulator(self):
         for name in 's390x', 'riscv64':
             with self.subTest(name):
-                done = prepared(name).run('-c', ALL_BACKENDS)
+                build = prepared(name)
+                done = build.run('-c', ALL_BACKENDS)
                 self.assertEqual((done.returncode, done.stdout), (0, ''))
+                self.run_ours(build, *EMULATED)
+
+    def test_built_with_no_other_python(self):
+        build = prepared('bare')
+        found = subprocess.run(['sh', '-c', 'command -v python python3 python3.13'], env=build.env, capture_output=True)
+        self.assertEqual(found.stdout, b'')
+        self.assertRegex((build.build / 'Makefile').read_text(), r'(?m)^PYTHON_FOR_REGEN=\s*python3$')
+        program = 'import os; print(open(f"/tmp/perf-{os.getpid()}.map").read())'
+        done = build.run('-X', 'perf', '-c', program, before=in_private_tmp())
+        self.assertRegex(done.stdout, r'(?m)^[0-9a-f]+ [0-9a-f]+ py::<module>:<string>$')
+
+
+BACKTRACE = '''
+set debuginfod enabled off
+set startup-with-shell off
+set environment PYTHON_JIT=1
+catch syscall getpgid
+run
+delete 1
+catch syscall getppid
+ignore 2 1234
+continue
+backtrace
+'''
+IN_THE_JIT = '''
+import os
+def leaf(n):
+    for i in range(n):
+        i & 7
+        os.getppid()
+def middle(n):
+    return leaf(n)
+for _ in range(5): middle(20000)
+os.getpgid(0)
+middle(5000)
+'''
+BESIDE_THE_JIT = '''
+import sys
+print(sys._jit.is_enabled(), sys.is_stack_trampoline_active())
+for backend in 'perf', 'perf_jit':
+    try:
+        print(sys.activate_stack_trampoline(backend))
+    except ValueError as error:
+        print(error)
+'''
+
+
+@unittest.skipUnless(FULL and archs.host() == archs.get('x86_64'), 'not PERF_TRAMPOLINE_FULL=1, or another processor')
+class RelinkedTest(unittest.TestCase):
+    """Debian's newer CPythons with the core linked in the place of their own, in a root of their own."""
+
+    @classmethod
+    def setUpClass(cls):
+        packages = [name.format(version) for version in ('3.14', '3.15')
+                    for name in ('python{}', 'libpython{}-dev', 'libpython{}-testsuite')]
+        try:
+            cls.root = roots.root('sid', 'amd64', [*packages, 'dash', 'gdb', 'linux-perf'], 'relinked', keep_static=True)
+        except roots.Unavailable as reason:
+            raise unittest.SkipTest(str(reason)) from None
+        for name in 'dev', 'proc', 'tmp':
+            (cls.root / name).mkdir(exist_ok=True)
+
+    def link(self, version, *plain):
+        program = Path(tempfile.mktemp(prefix=f'python{version}-', dir=self.root / 'usr/bin'))
+        self.addCleanup(program.unlink)
+        subprocess.run(['sh', SOURCE / 'Tools/perf/relink.sh', version, self.root, program, *plain], check=True)
+        return program.name
+
+    def run_inside(self, *command, **env):
+        """In the root, with a /tmp of its own that has IN_THE_JIT and BACKTRACE."""
+        enter = '''
+            root=$1; shift
+            for folder in /dev /proc; do mount --rbind $folder $root$folder; done
+            mount -t tmpfs none $root/tmp
+            printf %s "$PROGRAM" >$root/tmp/program.py
+            printf %s "$COMMANDS" >$root/tmp/commands
+            exec chroot $root "$@"
+        '''
+        return subprocess.run([*perf_support.unshare_mounts(), 'sh', '-ec', enter, 'sh', self.root, *command], text=True,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              env={'PATH': '/usr/sbin:/usr/bin', 'HOME': '/tmp', 'LC_ALL': 'C.UTF-8',
+                                   'PROGRAM': IN_THE_JIT, 'COMMANDS': BACKTRACE} | env)
+
+    def assertPassesAsPlain(self, version, num_tests, *names, **env):
+        outputs = [self.run_inside(program, '-m', 'test', '-v', *names, **env).stdout
+                   for program in (self.link(version), f'python{version}')]
+        for output in outputs:
+            self.assertIn('\nResult: SUCCESS', output)
+            self.assertIn(f'\nTotal tests: run={num_tests}', output)
+        self.assertLessEqual(skips(outputs[0]), skips(outputs[1]))
+        return outputs[0]
+
+    def test_its_own_tests_pass_on_3_14(self):
+        self.assertPassesAsPlain('3.14', 16, 'test_perf_profiler', 'test_perfmaps')
+
+    def test_its_own_tests_pass_on_3_15(self):
+        output = self.assertPassesAsPlain('3.15', 18, 'test_perf_profiler', 'test_perfmaps')
+        self.assertEqual(skips(output), set())
+
+    def test_unwinding_through_the_jit(self):
+        """backtrace() and by frame pointers."""
+        self.assertPassesAsPlain('3.15', 3, 'test_c_stack_unwind', PYTHON_JIT='1')
+
+    def test_gdb_walks_through_the_jit_as_ever(self):
+        def backtrace(*plain):
+            done = self.run_inside('gdb', '-q', '-nx', '-batch', '-x', '/tmp/commands', '--args', self.link('3.15', *plain),
+                                   '/tmp/program.py')
+            return re.findall(r'(?m)^#\d+ +0x\w+ in (.*)', done.stdout), done.stdout
+        ours, output = backtrace()
+        self.assertIn('py::jit:executor ()', ours, output)
+        self.assertEqual(ours[-1], 'main ()')
+        self.assertEqual(ours, backtrace('plain')[0])
+
+    def test_jit_and_trampoline_exclude_each_other(self):
+        def said(program):
+            return [self.run_inside(program, *options, '-c', BESIDE_THE_JIT, PYTHON_JIT='1').stdout
+                    for options in ([], ['-X', 'perf'], ['-X', 'perf_jit'])]
+        ours = said(self.link('3.15'))
+        self.assertIn('Cannot activate the perf trampoline if the JIT is active', ours[0])
+        self.assertIn('JIT deactivated', ours[1])
+        self.assertEqual(ours, said('python3.15'))
 
 
 if __name__ == '__main__':
