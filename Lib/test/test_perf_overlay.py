@@ -185,6 +185,7 @@ def miniature(version):
     if version != '3.14':
         objects.append('jit_unwind')
         choice = WITH_DARWIN
+        rules += 'Python/jit_unwind.o: $(srcdir)/Python/jit_unwind.c $(THEIRS)\n\n'
         files['Python/jit_unwind.c'] = 'old\n'
     if version == 'main':
         choice = ONE_PER_ARCH
@@ -203,6 +204,13 @@ def miniature(version):
 VERSIONS = '3.14', '3.15', 'main'
 OF_DARWIN = ['Python/' + name for name in ('asm_trampoline_aarch64.h', 'asm_trampoline_darwin.S', 'perf_trampoline_darwin.c',
                                            'perf_jit_trampoline_darwin.c', 'jit_unwind_darwin.c')]
+
+
+def debian_python(version):
+    try:
+        return roots.python(version)
+    except roots.NoMirror as reason:
+        raise unittest.SkipTest(str(reason)) from None
 
 
 class MiniatureTest(unittest.TestCase):
@@ -279,6 +287,19 @@ class PlacesTest(MiniatureTest):
                 self.assertEqual(headers, sorted(headers))
                 self.assertLess({'perf_compat', 'perf_eh_frame_s390x_generated'}, set(headers))
 
+    def test_makefiles_of_newer_versions(self):
+        """Those that Debian ships, which configure has made of the real Makefile.pre.in."""
+        for version in '3.14', '3.15':
+            with self.subTest(version):
+                path = next(debian_python(version).root.glob(f'usr/lib/python{version}/config-*/Makefile'))
+                text = re.sub(r'(?m)^([ \t]+)Python/asm_trampoline\.o$', r'\1@PERF_TRAMPOLINE_OBJ@', path.read_text())
+                made = overlay.makefile(text, overlay.HEADERS, darwin=version == '3.15')
+                for source in overlay.SOURCES:
+                    self.assertEqual(len(re.findall(rf'\t{source[:-1]}o \\\n', made)), 1, source)
+                self.assertNotIn('Python/asm_trampoline.o', made)
+                self.assertEqual(re.findall(r'(?m)^Python/jit_unwind.*:', made),
+                                 ['Python/jit_unwind_darwin.o:'] if version == '3.15' else [])
+
     @unittest.skipUnless(shutil.which('autoconf'), 'autoconf is not installed')
     def test_configure_chooses_by_processor_and_system(self):
         self.make('3.14')
@@ -314,6 +335,7 @@ class PlacesTest(MiniatureTest):
                       'Python/perf_trampoline_darwin.o>', done.stdout)
         for path in OF_DARWIN[1:]:
             self.assertEqual(self.text(path), miniature('3.15')[path.replace('_darwin', '')])
+        self.assertIn('\nPython/jit_unwind_darwin.o: $(srcdir)/Python/jit_unwind_darwin.c $(THEIRS)\n', self.text('Makefile.pre.in'))
         self.assertIn('Python/perf_trampoline_darwin.c\t-\t_Py_perfmap_callbacks', self.text('Tools/c-analyzer/cpython/ignored.tsv'))
 
 
@@ -473,13 +495,6 @@ class RefusalTest(MiniatureTest):
             self.assertNotEqual(self.contents(), before)
 
 
-def headers(version):
-    try:
-        return roots.python(version).include_flags
-    except roots.NoMirror as reason:
-        raise unittest.SkipTest(str(reason)) from None
-
-
 class CoreTest(unittest.TestCase):
     """The core's files, compiled as CPython compiles its own, against the headers of each version."""
 
@@ -490,7 +505,7 @@ class CoreTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as scratch:
             symbols = {}
             for source in overlay.SOURCES:
-                subprocess.run(['gcc', *CORE_CFLAGS, '-Werror', f'-I{SOURCE}/Include/internal', *headers(version), *flags,
+                subprocess.run(['gcc', *CORE_CFLAGS, '-Werror', f'-I{SOURCE}/Include/internal', *debian_python(version).include_flags, *flags,
                                 '-c', SOURCE / source, '-o', f'{scratch}/object.o'], check=True)
                 symbols[source] = set(subprocess.run(['nm', '-g', '--defined-only', '-j', f'{scratch}/object.o'], text=True,
                                                      check=True, stdout=subprocess.PIPE).stdout.split())

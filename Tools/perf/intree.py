@@ -23,6 +23,7 @@ import overlay
 import roots
 
 SUITE, VERSION = "trixie", "3.13"
+QUICK = "OPT=-DNDEBUG -fwrapv -O1"      # and without what debuggers want: built in half the time
 
 
 @dataclass(frozen=True)
@@ -114,19 +115,19 @@ def _compiler(arch):
 def _configure(kind, arch, env):
     command = ["../source/configure", "-q", "--without-ensurepip", f"CC={' '.join(_compiler(arch))}"]
     if kind == "nogil":
-        command.append("--disable-gil")
+        command += ["--disable-gil", QUICK]
     if not arch:
         host = archs.host()
         return [*command, f"CFLAGS={' '.join(host.chain_cflags) if host else ''}"]
-    # Of the foreign root only the C library is used, and no module that wants another.
+    # Of the foreign root only the C library is used, and no module that wants another, or is large and not asked for.
     missing = [f"py_cv_module_{name}=n/a" for name in
-               ("_bz2", "_ctypes", "_curses", "_curses_panel", "_dbm", "_gdbm", "_hashlib", "_lzma", "_sqlite3", "_ssl",
-                "_tkinter", "_uuid", "readline", "zlib")]
+               ("_bz2", "_codecs_cn", "_codecs_hk", "_codecs_iso2022", "_codecs_jp", "_codecs_kr", "_codecs_tw", "_ctypes",
+                "_curses", "_curses_panel", "_dbm", "_decimal", "_elementtree", "_gdbm", "_hashlib", "_lzma",
+                "_multibytecodec", "_sqlite3", "_ssl", "_tkinter", "_uuid", "pyexpat", "readline", "unicodedata", "zlib")]
     return [*command, f"--host={arch.triplet}", f"--build={archs.host().triplet}",
             f"--with-build-python={build('native').build / 'python'}", "--disable-test-modules",
-            # Not every compiler has unwind data by default, and without what debuggers want it is done sooner.
-            f"CFLAGS={' '.join(arch.chain_cflags)} -fasynchronous-unwind-tables", "OPT=-DNDEBUG -fwrapv -O2",
-            "PKG_CONFIG_LIBDIR=/nonexistent", "CONFIG_SITE=/dev/null",
+            # Not every compiler has unwind data by default.
+            f"CFLAGS={' '.join(arch.chain_cflags)} -fasynchronous-unwind-tables", QUICK, "PKG_CONFIG_LIBDIR=/nonexistent", "CONFIG_SITE=/dev/null",
             "ac_cv_file__dev_ptmx=yes", "ac_cv_file__dev_ptc=no", "ac_cv_buggy_getaddrinfo=no",
             "LIBATOMIC=-l:libatomic.a", *missing]
 

@@ -37,7 +37,7 @@ TOOLS = [f"Tools/perf/{name}" for name in ("README.rst", "archs.py", "archs.txt"
 REPLACED = re.compile(r"Python/(asm_trampoline\w*\.[Sh]|perf_trampoline\.c|perf_jit_trampoline\.c|jit_unwind\.c|"
                       r"trampoline_ehframe\w*\.[ch])|Tools/jit/_trampoline_ehframe\.py")
 # Where CPython's configure knows Darwin, its trampoline stays CPython's own there: these, beside ours.
-DARWIN = re.compile(r"Python/(asm_trampoline|perf_trampoline|perf_jit_trampoline|jit_unwind)(\w*\.[cS])")
+DARWIN = re.compile(r"Python/(asm_trampoline|perf_trampoline|perf_jit_trampoline|jit_unwind)(\w*\.[coS])\b")
 # How the parts of CPython that stay, and ours, call each other.
 SHARED = re.compile(r"\b(_PyPerf\w*_\w+|_Py_perf\w*|_PyIsPerf\w+|_PyJitUnwind_\w+|_Py_jit_debug\w*|_Py_trampoline\w+)\b")
 
@@ -194,14 +194,16 @@ def configure_ac(text, darwin):
     return text[:begin] + ours + text[substitution:]
 
 
-def makefile(text, headers):
+def makefile(text, headers, darwin=()):
     what = "Makefile.pre.in"
     objects = [f"{source[:-1]}o" for source in SOURCES]
     text = re.sub(r"^\s+Python/(?:perf_jit_trampoline|jit_unwind|trampoline_ehframe\w*)\.o \\\n", "", text, flags=re.M)
     listed = only(r"^(\s+)Python/perf_trampoline\.o \\\n", text, f"{what}: Python/perf_trampoline.o in a list")
     text = replace(text, listed, "".join(f"{listed[1]}{name} \\\n" for name in objects))
 
-    text = re.sub(r"^(?:Python/jit_unwind\.o|\S*trampoline_ehframe\S*):.*\n(?:\t.*\n)*\n?", "", text, flags=re.M)
+    # What it says of CPython's own jit_unwind.c is for Darwin.
+    text = re.sub(r"^(?:Python/jit_unwind\.o|\S*trampoline_ehframe\S*):.*\n(?:\t.*\n)*\n?",
+                  lambda rule: on_darwin(rule[0]) if darwin else "", text, flags=re.M)
     rules = list(re.finditer(r"^Python/asm_trampoline\w*\.o:.*\n(?:\t.*\n)+\n?", text, re.M))
     if not rules:
         raise Refusal(f"{what}: no rule for Python/asm_trampoline*.o")
@@ -415,7 +417,7 @@ def plan(tree, configure=True):
     tree.planned |= {path: None for path in replaced if path not in tree.planned}
 
     tree.edit("configure.ac", configure_ac, darwin)
-    tree.edit("Makefile.pre.in", makefile, headers)
+    tree.edit("Makefile.pre.in", makefile, headers, darwin)
     tree.edit("Python/sysmodule.c", sysmodule)
     tree.edit("Python/pylifecycle.c", pylifecycle)
     tree.edit("Python/initconfig.c", initconfig)
