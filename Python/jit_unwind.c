@@ -228,7 +228,13 @@ struct symfile {
     char strings[];
 };
 
-static const char section_names[] = "\0.text\0.eh_frame\0.symtab\0.strtab";
+/* In that file. */
+#define OFFSET(member) (offsetof(struct symfile, member) - offsetof(struct symfile, header))
+
+static const struct section_names {
+    char none[1], text[6], eh_frame[10], symtab[8], strtab[8];
+} section_names = {"", ".text", ".eh_frame", ".symtab", ".strtab"};
+#define NAME(section) offsetof(struct section_names, section)
 
 void *
 _PyJitUnwind_GdbRegisterCode(const void *code, size_t code_size, const char *function, const char *filename)
@@ -242,7 +248,6 @@ _PyJitUnwind_GdbRegisterCode(const void *code, size_t code_size, const char *fun
         PyMem_RawFree(file);
         return NULL;
     }
-#define OFFSET(member) (offsetof(struct symfile, member) - offsetof(struct symfile, header))
     file->header = (Elf64_Ehdr){
         .e_ident = {ELFMAG0, ELFMAG1, ELFMAG2, ELFMAG3, PERF_TRAMPOLINE_ELF_CLASS, PERF_TRAMPOLINE_ELF_DATA, EV_CURRENT},
         .e_type = ET_DYN, .e_machine = PERF_TRAMPOLINE_E_MACHINE, .e_version = EV_CURRENT,
@@ -250,20 +255,20 @@ _PyJitUnwind_GdbRegisterCode(const void *code, size_t code_size, const char *fun
         .e_shentsize = sizeof(Elf64_Shdr), .e_shnum = NUM_SECTIONS, .e_shstrndx = STRTAB,
     };
     Elf64_Shdr section[NUM_SECTIONS] = {
-        [TEXT] = {.sh_name = 1, .sh_type = SHT_NOBITS, .sh_flags = SHF_ALLOC | SHF_EXECINSTR,
+        [TEXT] = {.sh_name = NAME(text), .sh_type = SHT_NOBITS, .sh_flags = SHF_ALLOC | SHF_EXECINSTR,
                   .sh_addr = (uintptr_t)code, .sh_size = code_size, .sh_addralign = 1},
-        [EH_FRAME] = {.sh_name = 7, .sh_type = SHT_PROGBITS, .sh_flags = SHF_ALLOC,
+        [EH_FRAME] = {.sh_name = NAME(eh_frame), .sh_type = SHT_PROGBITS, .sh_flags = SHF_ALLOC,
                       .sh_addr = (uintptr_t)file->eh_frame, .sh_offset = OFFSET(eh_frame),
                       .sh_size = sizeof(file->eh_frame), .sh_addralign = 1},
-        [SYMTAB] = {.sh_name = 17, .sh_type = SHT_SYMTAB, .sh_offset = OFFSET(symbol), .sh_size = sizeof(file->symbol),
+        [SYMTAB] = {.sh_name = NAME(symtab), .sh_type = SHT_SYMTAB, .sh_offset = OFFSET(symbol), .sh_size = sizeof(file->symbol),
                     .sh_link = STRTAB, .sh_info = 1, .sh_addralign = 8, .sh_entsize = sizeof(Elf64_Sym)},
-        [STRTAB] = {.sh_name = 25, .sh_type = SHT_STRTAB, .sh_offset = OFFSET(strings), .sh_size = strings_size,
+        [STRTAB] = {.sh_name = NAME(strtab), .sh_type = SHT_STRTAB, .sh_offset = OFFSET(strings), .sh_size = strings_size,
                     .sh_addralign = 1},
     };
     memcpy(file->section, section, sizeof(section));
     file->symbol[1] = (Elf64_Sym){.st_name = sizeof(section_names), .st_info = ELF64_ST_INFO(STB_GLOBAL, STT_FUNC),
                                   .st_shndx = TEXT, .st_value = (uintptr_t)code, .st_size = code_size};
-    memcpy(file->strings, section_names, sizeof(section_names));
+    memcpy(file->strings, &section_names, sizeof(section_names));
     snprintf(file->strings + sizeof(section_names), name_size, "py::%s:%s", function, filename);
 
     struct jit_code_entry *entry = &file->entry;

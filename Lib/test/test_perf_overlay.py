@@ -757,7 +757,7 @@ class RelinkedTest(unittest.TestCase):
         packages = [name.format(version) for version in ('3.14', '3.15')
                     for name in ('python{}', 'libpython{}-dev', 'libpython{}-testsuite')]
         try:
-            cls.root = roots.root('sid', 'amd64', [*packages, 'dash', 'gdb', 'linux-perf'], 'relinked', keep_static=True)
+            cls.root = roots.root('sid', 'amd64', [*packages, 'binutils', 'gdb', 'linux-perf'], 'relinked', keep_static=True)
         except roots.Unavailable as reason:
             raise unittest.SkipTest(str(reason)) from None
         for name in 'dev', 'proc', 'tmp':
