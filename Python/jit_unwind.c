@@ -15,7 +15,7 @@
    An ELF image of many trampolines has one CIE and an FDE for each, and a search table of as many entries.
 
    The code of CPython's own JIT keeps a frame record at all its instructions, so a second template, which has one row,
-   describes it wherever it is. gdb's manual tells of registering such code in "JIT Compilation Interface".
+   describes it wherever it is; CPython's build tells how far above the record the frame ends. gdb's manual tells of registering such code in "JIT Compilation Interface".
 
    DWARF 5 section 6.4 and the Linux Standard Base, "Exception Frames", describe the bytes. */
 
@@ -149,6 +149,10 @@ elf_init_ehframe_hdr_perf(uint8_t *eh_frame_hdr, int32_t hdr_offset, const _PyPe
 #include <stdio.h>
 #include <string.h>
 
+#if __has_include("jit_unwind_info.h")
+#  include "jit_unwind_info.h"
+#endif
+
 /* Of a trampoline in perf's file, or, with absolute addresses, of the JIT's code. */
 size_t
 _PyJitUnwind_EhFrameSize(int absolute)
@@ -172,6 +176,14 @@ _PyJitUnwind_BuildEhFrame(uint8_t *eh_frame, size_t room, const void *code, size
         memcpy(eh_frame, perf_frame_eh_frame, size);
         memcpy(eh_frame + PERF_TRAMPOLINE_FRAME_INITIAL_LOCATION_OFFSET, &code, 8);
         memcpy(eh_frame + PERF_TRAMPOLINE_FRAME_ADDRESS_RANGE_OFFSET, &code_size, 8);
+#ifdef JIT_UNWIND_CFA_OFFSET
+        uint8_t *rules = eh_frame + PERF_TRAMPOLINE_FRAME_RULES_OFFSET;     /* of the CFA, and of two slots below it */
+        static_assert(JIT_UNWIND_CFA_OFFSET < 128 && JIT_UNWIND_CFA_OFFSET % 8 == 0, "a number of one byte");
+        int above = JIT_UNWIND_CFA_OFFSET - rules[2];
+        rules[2] += above;
+        rules[4] += above / PERF_TRAMPOLINE_FRAME_DATA_ALIGNMENT;
+        rules[6] += above / PERF_TRAMPOLINE_FRAME_DATA_ALIGNMENT;
+#endif
     }
 #ifndef _PyPerf_STUBS
     else {

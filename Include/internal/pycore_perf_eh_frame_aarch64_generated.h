@@ -17,6 +17,8 @@
 #define PERF_TRAMPOLINE_ADDRESS_RANGE_OFFSET 32
 #define PERF_TRAMPOLINE_FRAME_INITIAL_LOCATION_OFFSET 28
 #define PERF_TRAMPOLINE_FRAME_ADDRESS_RANGE_OFFSET 36
+#define PERF_TRAMPOLINE_FRAME_RULES_OFFSET 45
+#define PERF_TRAMPOLINE_FRAME_DATA_ALIGNMENT 8
 
 static const unsigned char perf_trampoline_code[] = {
     0x5f, 0x24, 0x03, 0xd5, 0xfd, 0x7b, 0xbf, 0xa9,   /* +0x00  CFA=r31+0 */
@@ -63,16 +65,14 @@ static const unsigned char perf_frame_eh_frame[] = {
     0x01,                                             /* augmentation length 1 */
     0x00,                                             /* FDE pointer encoding absptr */
     0x0c, 0x1f, 0x00,                                 /* DW_CFA_def_cfa 31 0 */
-    0x20, 0x00, 0x00, 0x00,                           /* FDE: length 32 */
+    0x1c, 0x00, 0x00, 0x00,                           /* FDE: length 28 */
     0x18, 0x00, 0x00, 0x00,                           /* CIE pointer */
     0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,   /* initial_location, patched */
     0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,   /* address_range, patched */
     0x00,                                             /* augmentation length 0 */
-    0x0e, 0x10,                                       /* DW_CFA_def_cfa_offset 16 */
+    0x0c, 0x1d, 0x10,                                 /* DW_CFA_def_cfa 29 16 */
     0x9d, 0x02,                                       /* DW_CFA_offset 29 2 */
     0x9e, 0x01,                                       /* DW_CFA_offset 30 1 */
-    0x0c, 0x1d, 0x10,                                 /* DW_CFA_def_cfa 29 16 */
-    0x00, 0x00,                                       /* DW_CFA_nop */
 };
 
 #endif /* Py_INTERNAL_PERF_EH_FRAME_AARCH64_GENERATED_H */

@@ -17,6 +17,8 @@
 #define PERF_TRAMPOLINE_ADDRESS_RANGE_OFFSET 32
 #define PERF_TRAMPOLINE_FRAME_INITIAL_LOCATION_OFFSET 28
 #define PERF_TRAMPOLINE_FRAME_ADDRESS_RANGE_OFFSET 36
+#define PERF_TRAMPOLINE_FRAME_RULES_OFFSET 45
+#define PERF_TRAMPOLINE_FRAME_DATA_ALIGNMENT 4
 
 static const unsigned char perf_trampoline_code[] = {
     0x13, 0x01, 0x01, 0xff,                           /* +0x00  CFA=r2+0 */
@@ -73,16 +75,14 @@ static const unsigned char perf_frame_eh_frame[] = {
     0x00,                                             /* FDE pointer encoding absptr */
     0x0d, 0x02,                                       /* DW_CFA_def_cfa_register 2 */
     0x00,                                             /* DW_CFA_nop */
-    0x20, 0x00, 0x00, 0x00,                           /* FDE: length 32 */
+    0x1c, 0x00, 0x00, 0x00,                           /* FDE: length 28 */
     0x18, 0x00, 0x00, 0x00,                           /* CIE pointer */
     0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,   /* initial_location, patched */
     0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,   /* address_range, patched */
     0x00,                                             /* augmentation length 0 */
-    0x0e, 0x10,                                       /* DW_CFA_def_cfa_offset 16 */
-    0x81, 0x02,                                       /* DW_CFA_offset 1 2 */
-    0x88, 0x04,                                       /* DW_CFA_offset 8 4 */
     0x0c, 0x08, 0x00,                                 /* DW_CFA_def_cfa 8 0 */
-    0x00, 0x00,                                       /* DW_CFA_nop */
+    0x88, 0x04,                                       /* DW_CFA_offset 8 4 */
+    0x81, 0x02,                                       /* DW_CFA_offset 1 2 */
 };
 
 #endif /* Py_INTERNAL_PERF_EH_FRAME_RISCV64_GENERATED_H */

@@ -17,6 +17,8 @@
 #define PERF_TRAMPOLINE_ADDRESS_RANGE_OFFSET 36
 #define PERF_TRAMPOLINE_FRAME_INITIAL_LOCATION_OFFSET 32
 #define PERF_TRAMPOLINE_FRAME_ADDRESS_RANGE_OFFSET 40
+#define PERF_TRAMPOLINE_FRAME_RULES_OFFSET 49
+#define PERF_TRAMPOLINE_FRAME_DATA_ALIGNMENT 8
 
 static const unsigned char perf_trampoline_code[] = {
     0xf3, 0x0f, 0x1e, 0xfa, 0x55,                     /* +0x00  CFA=r7+8  r16=[CFA-8] */
@@ -69,9 +71,9 @@ static const unsigned char perf_frame_eh_frame[] = {
     0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,   /* initial_location, patched */
     0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,   /* address_range, patched */
     0x00,                                             /* augmentation length 0 */
-    0x0e, 0x10,                                       /* DW_CFA_def_cfa_offset 16 */
-    0x86, 0x02,                                       /* DW_CFA_offset 6 2 */
     0x0c, 0x06, 0x10,                                 /* DW_CFA_def_cfa 6 16 */
+    0x86, 0x02,                                       /* DW_CFA_offset 6 2 */
+    0x90, 0x01,                                       /* DW_CFA_offset 16 1 */
 };
 
 #endif /* Py_INTERNAL_PERF_EH_FRAME_X86_64_GENERATED_H */

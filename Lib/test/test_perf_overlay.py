@@ -24,6 +24,7 @@ import perf_support
 from perf_support import FULL, SOURCE
 
 import archs
+import eh_frame
 import intree
 import overlay
 import roots
@@ -298,7 +299,7 @@ class PlacesTest(MiniatureTest):
                     self.assertEqual(len(re.findall(rf'\t{source[:-1]}o \\\n', made)), 1, source)
                 self.assertNotIn('Python/asm_trampoline.o', made)
                 self.assertEqual(re.findall(r'(?m)^Python/jit_unwind.*:', made),
-                                 ['Python/jit_unwind_darwin.o:'] if version == '3.15' else [])
+                                 ['Python/jit_unwind.o:', 'Python/jit_unwind_darwin.o:'] if version == '3.15' else [])
 
     @unittest.skipUnless(shutil.which('autoconf'), 'autoconf is not installed')
     def test_configure_chooses_by_processor_and_system(self):
@@ -495,6 +496,18 @@ class RefusalTest(MiniatureTest):
             self.assertNotEqual(self.contents(), before)
 
 
+PRINT_EH_FRAME = '''
+#include <stdint.h>
+#include <stdio.h>
+size_t _PyJitUnwind_BuildEhFrame(uint8_t *, size_t, const void *, size_t, int);
+int main(void)
+{
+    uint8_t data[128] = {0};
+    return fwrite(data, _PyJitUnwind_BuildEhFrame(data, sizeof(data), data, sizeof(data), 1), 1, stdout) != 1;
+}
+'''
+
+
 class CoreTest(unittest.TestCase):
     """The core's files, compiled as CPython compiles its own, against the headers of each version."""
 
@@ -531,6 +544,17 @@ class CoreTest(unittest.TestCase):
             'GnuBacktraceUnregisterCode')} | {'__jit_debug_descriptor', '__jit_debug_register_code', '_Py_jit_debug_mutex'},
             names['Python/jit_unwind.c'])
         self.assertIn('_PyPerfJit_WriteNamedCode', names['Python/perf_cpython.c'])
+
+    @unittest.skipUnless(archs.host() == archs.get('x86_64'), 'another processor')
+    def test_frame_of_the_jit_ends_where_its_build_says(self):
+        with tempfile.TemporaryDirectory() as scratch:
+            (Path(scratch) / 'main.c').write_text(PRINT_EH_FRAME)
+            for end, flags in (16, []), (96, ['-DJIT_UNWIND_CFA_OFFSET=96']):
+                subprocess.run(['gcc', *CORE_CFLAGS, '-D_Py_JIT', '-D_Py_TIER2=3', *flags, f'-I{SOURCE}/Include/internal',
+                                *debian_python('3.15').include_flags, f'{scratch}/main.c', SOURCE / 'Python/jit_unwind.c',
+                                SOURCE / 'Python/asm_trampoline_x86_64.S', '-Wl,--unresolved-symbols=ignore-all', '-o', f'{scratch}/main'], check=True)
+                printed = subprocess.run([f'{scratch}/main'], check=True, stdout=subprocess.PIPE).stdout
+                self.assertEqual(eh_frame.rows(printed, 'little'), [eh_frame.Row(0, (6, end), {6: -end, 16: 8 - end})])
 
     def test_nothing_of_it_is_on_darwin(self):
         with tempfile.NamedTemporaryFile('w', suffix='.h') as darwin:

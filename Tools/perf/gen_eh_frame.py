@@ -102,24 +102,25 @@ def frame_record(trampoline, arch):
     CPython's JIT makes it: at each of its instructions hold the slots of the
     trampoline's frame during its call, counted from the frame pointer.
 
-    Such code may be anywhere, so FDEs have its address and size in full.  None
-    where frames have no such record.
+    Such code may be anywhere, so FDEs have its address and size in full; and it
+    may have more between the record and the CFA, which its makers add to each
+    of the three rules.  None where frames have no such record.
     """
     if not arch.fp or arch.chain.ra_in_next:
         return None
     fields = trampoline.eh_frame.fields
     begin = next(i for i, (_, what) in enumerate(fields) if what.startswith("FDE: "))
-    advances = [i for i, (_, what) in enumerate(fields) if "advance" in what]
     cfa = max(arch.chain.next, arch.chain.ra) + 8
     row = eh_frame.Row(0, (arch.fp.dwarf, cfa), {arch.fp.dwarf: arch.chain.next - cfa, arch.ra_column: arch.chain.ra - cfa})
-    during = [i for i, known in enumerate(trampoline.eh_frame.rows) if known.registers == row.registers]
-    if not during:
+    if row.registers not in [known.registers for known in trampoline.eh_frame.rows]:
         raise Refusal(24, f"no row has the slots of {row}, as the table's chain says")
     cie = [(b"\0", "FDE pointer encoding absptr") if "pointer encoding" in what else (data, what)
            for data, what in fields[:begin]]
-    fde = [fields[begin + 1], *((bytes(8), what) for _, what in fields[begin + 2:begin + 4]), fields[begin + 4],
-           *(fields[i] for i in range(begin + 5, advances[during[-1]]) if i not in advances),
-           (bytes([0x0c, arch.fp.dwarf, cfa]), f"DW_CFA_def_cfa {arch.fp.dwarf} {cfa}")]
+    rules = [(bytes([0x0c, arch.fp.dwarf, cfa]), f"DW_CFA_def_cfa {arch.fp.dwarf} {cfa}")]
+    for register in arch.fp.dwarf, arch.ra_column:
+        factored = row.registers[register] // data_alignment(trampoline)
+        rules.append((bytes([0x80 | register, factored]), f"DW_CFA_offset {register} {factored}"))
+    fde = [fields[begin + 1], *((bytes(8), what) for _, what in fields[begin + 2:begin + 4]), fields[begin + 4], *rules]
     padding = -sum(len(data) for data, _ in fde) % 4
     fde += [(bytes(padding), "DW_CFA_nop")] * bool(padding)
     order = "little" if trampoline.elf_data == 1 else "big"
@@ -127,6 +128,10 @@ def frame_record(trampoline, arch):
     pieces = [*cie, (length.to_bytes(4, order), f"FDE: length {length}"), *fde]
     assert eh_frame.rows(b"".join(data for data, _ in pieces), order) == [row]
     return pieces
+
+
+def data_alignment(trampoline):
+    return next(int(what.split()[-1]) for _, what in trampoline.eh_frame.fields if what.startswith("data alignment"))
 
 
 def constants(trampoline, arch):
@@ -144,7 +149,9 @@ def constants(trampoline, arch):
             str(trampoline.eh_frame.initial_location_offset),
         "ADDRESS_RANGE_OFFSET": str(trampoline.eh_frame.address_range_offset),
         **({"FRAME_INITIAL_LOCATION_OFFSET": str(begin),
-            "FRAME_ADDRESS_RANGE_OFFSET": str(begin + 8)} if frame else {}),
+            "FRAME_ADDRESS_RANGE_OFFSET": str(begin + 8),
+            "FRAME_RULES_OFFSET": str(begin + 17),
+            "FRAME_DATA_ALIGNMENT": str(-data_alignment(trampoline))} if frame else {}),
     }
 
 

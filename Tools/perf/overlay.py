@@ -201,9 +201,10 @@ def makefile(text, headers, darwin=()):
     listed = only(r"^(\s+)Python/perf_trampoline\.o \\\n", text, f"{what}: Python/perf_trampoline.o in a list")
     text = replace(text, listed, "".join(f"{listed[1]}{name} \\\n" for name in objects))
 
-    # What it says of CPython's own jit_unwind.c is for Darwin.
+    # What CPython's own jit_unwind.c is made with, ours wants too.
     text = re.sub(r"^(?:Python/jit_unwind\.o|\S*trampoline_ehframe\S*):.*\n(?:\t.*\n)*\n?",
-                  lambda rule: on_darwin(rule[0]) if darwin else "", text, flags=re.M)
+                  lambda rule: "" if "trampoline_ehframe" in rule[0] else rule[0] + (on_darwin(rule[0]) if darwin else ""),
+                  text, flags=re.M)
     rules = list(re.finditer(r"^Python/asm_trampoline\w*\.o:.*\n(?:\t.*\n)+\n?", text, re.M))
     if not rules:
         raise Refusal(f"{what}: no rule for Python/asm_trampoline*.o")
