@@ -552,7 +552,7 @@ class CoreTest(unittest.TestCase):
             for end, flags in (16, []), (96, ['-DJIT_UNWIND_CFA_OFFSET=96']):
                 subprocess.run(['gcc', *CORE_CFLAGS, '-D_Py_JIT', '-D_Py_TIER2=3', *flags, f'-I{SOURCE}/Include/internal',
                                 *debian_python('3.15').include_flags, f'{scratch}/main.c', SOURCE / 'Python/jit_unwind.c',
-                                SOURCE / 'Python/asm_trampoline_x86_64.S', '-Wl,--unresolved-symbols=ignore-all', '-o', f'{scratch}/main'], check=True)
+                                SOURCE / 'Python/asm_trampoline_x86_64.S', '-no-pie', '-Wl,--unresolved-symbols=ignore-all', '-o', f'{scratch}/main'], check=True)
                 printed = subprocess.run([f'{scratch}/main'], check=True, stdout=subprocess.PIPE).stdout
                 self.assertEqual(eh_frame.rows(printed, 'little'), [eh_frame.Row(0, (6, end), {6: -end, 16: 8 - end})])
 
