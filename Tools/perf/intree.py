@@ -11,6 +11,7 @@ tests can ask for perf_trampoline.status().
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,6 +70,8 @@ def build(kind="native"):
     env |= {"CCACHE_NOHASHDIR": "1", "CCACHE_DIR": str(roots.cache() / "ccache"), "LC_ALL": "C.UTF-8"}
     if kind == "bare":
         env["PATH"] = str(_without_python(home / "bin"))
+    elif kind in ("plain", "nogil"):
+        env["CONFIG_SITE"] = str(_known(roots.cache() / f"intree/{checkout}/native/build/config.log", home / "site"))
     result = Build(home / "source", home / "build", env, arch, arch and roots.python(VERSION, arch=arch.name).root)
     with open(home / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -97,6 +100,13 @@ def _without_python(into):
             if not program.name.startswith(("python", "pypy")) and not (into / program.name).is_symlink():
                 (into / program.name).symlink_to(program)
     return into
+
+
+def _known(log, site):
+    """What configure found out about this machine for another build; it takes the longest."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    site.write_text("".join(re.findall(r"(?m)^(?:ac_cv_(?!env_|prog_|path_)|ax_cv_|py_cv_(?!module_))\w+=.*\n", text)))
+    return site
 
 
 def _run(command, cwd, env):
