@@ -128,7 +128,8 @@ def _configure(kind, arch, env):
         command += ["--disable-gil", QUICK]
     if not arch:
         host = archs.host()
-        return [*command, f"CFLAGS={' '.join(host.chain_cflags) if host else ''}"]
+        # perf gives up a program whose debug information is large, on a machine that has much to do.
+        return [*command, f"CFLAGS={' '.join(host.chain_cflags) if host else ''}", "LDFLAGS=-Wl,--strip-debug"]
     # Of the foreign root only the C library is used, and no module that wants another, or is large and not asked for.
     missing = [f"py_cv_module_{name}=n/a" for name in
                ("_bz2", "_codecs_cn", "_codecs_hk", "_codecs_iso2022", "_codecs_jp", "_codecs_kr", "_codecs_tw", "_ctypes",
