@@ -6,7 +6,16 @@
 
 #include "pycore_perf_trampoline.h"
 
-#ifdef _PyPerf_IN_CPYTHON
+#ifdef _PyPerf_CPYTHONS_OWN
+
+_PyPerf_Callbacks *
+_PyPerf_FindCallbacks(const char *backend)
+{
+    return strcmp(backend, "perf") == 0 ? &_Py_perfmap_callbacks
+           : strcmp(backend, "perf_jit") == 0 ? &_Py_perfmap_jit_callbacks : NULL;
+}
+
+#elif defined(_PyPerf_IN_CPYTHON)
 
 /* Not declared in every version. */
 extern void _PyPerfTrampoline_FreeArenas(void);

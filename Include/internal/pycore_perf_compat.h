@@ -25,10 +25,15 @@
 
 #include "Python.h"
 
-/* CPython's configure found no trampoline: its entry points are there, and do nothing. The reason for which an extension
-   has none is told at run time. */
-#if defined(_PyPerf_IN_CPYTHON) && !defined(PY_HAVE_PERF_TRAMPOLINE)
-#  define _PyPerf_STUBS 1
+/* CPython's configure found no trampoline: its entry points are there, and do nothing; on Darwin it has found its own,
+   which has them. The reason for which an extension has none is told at run time. */
+#ifdef _PyPerf_IN_CPYTHON
+#  ifndef PY_HAVE_PERF_TRAMPOLINE
+#    define _PyPerf_STUBS 1
+#  elif defined(__APPLE__)
+#    define _PyPerf_STUBS 1
+#    define _PyPerf_CPYTHONS_OWN 1
+#  endif
 #endif
 
 #ifdef _PyPerf_IN_CPYTHON

@@ -4,8 +4,8 @@
 #ifndef Py_INTERNAL_PERF_EH_FRAME_AARCH64_GENERATED_H
 #define Py_INTERNAL_PERF_EH_FRAME_AARCH64_GENERATED_H
 
-/* CIE_SIZE is where the FDE begins; the other two offsets are also from
-   the start of perf_trampoline_eh_frame. */
+/* CIE_SIZE is where the FDE begins; the offsets are also from the start of
+   perf_trampoline_eh_frame, or perf_frame_eh_frame. */
 #define PERF_TRAMPOLINE_ARCH "aarch64"
 #define PERF_TRAMPOLINE_E_MACHINE 183
 #define PERF_TRAMPOLINE_E_FLAGS 0x0
@@ -15,6 +15,10 @@
 #define PERF_TRAMPOLINE_CIE_SIZE 20
 #define PERF_TRAMPOLINE_INITIAL_LOCATION_OFFSET 28
 #define PERF_TRAMPOLINE_ADDRESS_RANGE_OFFSET 32
+#define PERF_TRAMPOLINE_FRAME_INITIAL_LOCATION_OFFSET 28
+#define PERF_TRAMPOLINE_FRAME_ADDRESS_RANGE_OFFSET 36
+#define PERF_TRAMPOLINE_FRAME_RULES_OFFSET 45
+#define PERF_TRAMPOLINE_FRAME_DATA_ALIGNMENT 8
 
 static const unsigned char perf_trampoline_code[] = {
     0x5f, 0x24, 0x03, 0xd5, 0xfd, 0x7b, 0xbf, 0xa9,   /* +0x00  CFA=r31+0 */
@@ -48,6 +52,27 @@ static const unsigned char perf_trampoline_eh_frame[] = {
     0xdd,                                             /* DW_CFA_restore 29 */
     0xde,                                             /* DW_CFA_restore 30 */
     0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,         /* DW_CFA_nop */
+};
+
+static const unsigned char perf_frame_eh_frame[] = {
+    0x10, 0x00, 0x00, 0x00,                           /* CIE: length 16 */
+    0x00, 0x00, 0x00, 0x00,                           /* CIE id */
+    0x01,                                             /* version 1 */
+    0x7a, 0x52, 0x00,                                 /* augmentation "zR" */
+    0x04,                                             /* code alignment factor 4 */
+    0x78,                                             /* data alignment factor -8 */
+    0x1e,                                             /* return-address column 30 */
+    0x01,                                             /* augmentation length 1 */
+    0x00,                                             /* FDE pointer encoding absptr */
+    0x0c, 0x1f, 0x00,                                 /* DW_CFA_def_cfa 31 0 */
+    0x1c, 0x00, 0x00, 0x00,                           /* FDE: length 28 */
+    0x18, 0x00, 0x00, 0x00,                           /* CIE pointer */
+    0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,   /* initial_location, patched */
+    0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,   /* address_range, patched */
+    0x00,                                             /* augmentation length 0 */
+    0x0c, 0x1d, 0x10,                                 /* DW_CFA_def_cfa 29 16 */
+    0x9d, 0x02,                                       /* DW_CFA_offset 29 2 */
+    0x9e, 0x01,                                       /* DW_CFA_offset 30 1 */
 };
 
 #endif /* Py_INTERNAL_PERF_EH_FRAME_AARCH64_GENERATED_H */

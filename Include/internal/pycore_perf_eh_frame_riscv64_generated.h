@@ -4,8 +4,8 @@
 #ifndef Py_INTERNAL_PERF_EH_FRAME_RISCV64_GENERATED_H
 #define Py_INTERNAL_PERF_EH_FRAME_RISCV64_GENERATED_H
 
-/* CIE_SIZE is where the FDE begins; the other two offsets are also from
-   the start of perf_trampoline_eh_frame. */
+/* CIE_SIZE is where the FDE begins; the offsets are also from the start of
+   perf_trampoline_eh_frame, or perf_frame_eh_frame. */
 #define PERF_TRAMPOLINE_ARCH "riscv64"
 #define PERF_TRAMPOLINE_E_MACHINE 243
 #define PERF_TRAMPOLINE_E_FLAGS 0x4
@@ -15,6 +15,10 @@
 #define PERF_TRAMPOLINE_CIE_SIZE 20
 #define PERF_TRAMPOLINE_INITIAL_LOCATION_OFFSET 28
 #define PERF_TRAMPOLINE_ADDRESS_RANGE_OFFSET 32
+#define PERF_TRAMPOLINE_FRAME_INITIAL_LOCATION_OFFSET 28
+#define PERF_TRAMPOLINE_FRAME_ADDRESS_RANGE_OFFSET 36
+#define PERF_TRAMPOLINE_FRAME_RULES_OFFSET 45
+#define PERF_TRAMPOLINE_FRAME_DATA_ALIGNMENT 4
 
 static const unsigned char perf_trampoline_code[] = {
     0x13, 0x01, 0x01, 0xff,                           /* +0x00  CFA=r2+0 */
@@ -57,6 +61,28 @@ static const unsigned char perf_trampoline_eh_frame[] = {
     0x44,                                             /* DW_CFA_advance_loc 4: +0x20  CFA=r2+0 */
     0x0e, 0x00,                                       /* DW_CFA_def_cfa_offset 0 */
     0x00, 0x00, 0x00,                                 /* DW_CFA_nop */
+};
+
+static const unsigned char perf_frame_eh_frame[] = {
+    0x10, 0x00, 0x00, 0x00,                           /* CIE: length 16 */
+    0x00, 0x00, 0x00, 0x00,                           /* CIE id */
+    0x03,                                             /* version 3 */
+    0x7a, 0x52, 0x00,                                 /* augmentation "zR" */
+    0x01,                                             /* code alignment factor 1 */
+    0x7c,                                             /* data alignment factor -4 */
+    0x01,                                             /* return-address column 1 */
+    0x01,                                             /* augmentation length 1 */
+    0x00,                                             /* FDE pointer encoding absptr */
+    0x0d, 0x02,                                       /* DW_CFA_def_cfa_register 2 */
+    0x00,                                             /* DW_CFA_nop */
+    0x1c, 0x00, 0x00, 0x00,                           /* FDE: length 28 */
+    0x18, 0x00, 0x00, 0x00,                           /* CIE pointer */
+    0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,   /* initial_location, patched */
+    0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,   /* address_range, patched */
+    0x00,                                             /* augmentation length 0 */
+    0x0c, 0x08, 0x00,                                 /* DW_CFA_def_cfa 8 0 */
+    0x88, 0x04,                                       /* DW_CFA_offset 8 4 */
+    0x81, 0x02,                                       /* DW_CFA_offset 1 2 */
 };
 
 #endif /* Py_INTERNAL_PERF_EH_FRAME_RISCV64_GENERATED_H */

@@ -4,8 +4,8 @@
 #ifndef Py_INTERNAL_PERF_EH_FRAME_S390X_GENERATED_H
 #define Py_INTERNAL_PERF_EH_FRAME_S390X_GENERATED_H
 
-/* CIE_SIZE is where the FDE begins; the other two offsets are also from
-   the start of perf_trampoline_eh_frame. */
+/* CIE_SIZE is where the FDE begins; the offsets are also from the start of
+   perf_trampoline_eh_frame, or perf_frame_eh_frame. */
 #define PERF_TRAMPOLINE_ARCH "s390x"
 #define PERF_TRAMPOLINE_E_MACHINE 22
 #define PERF_TRAMPOLINE_E_FLAGS 0x0

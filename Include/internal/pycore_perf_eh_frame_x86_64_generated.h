@@ -4,8 +4,8 @@
 #ifndef Py_INTERNAL_PERF_EH_FRAME_X86_64_GENERATED_H
 #define Py_INTERNAL_PERF_EH_FRAME_X86_64_GENERATED_H
 
-/* CIE_SIZE is where the FDE begins; the other two offsets are also from
-   the start of perf_trampoline_eh_frame. */
+/* CIE_SIZE is where the FDE begins; the offsets are also from the start of
+   perf_trampoline_eh_frame, or perf_frame_eh_frame. */
 #define PERF_TRAMPOLINE_ARCH "x86_64"
 #define PERF_TRAMPOLINE_E_MACHINE 62
 #define PERF_TRAMPOLINE_E_FLAGS 0x0
@@ -15,6 +15,10 @@
 #define PERF_TRAMPOLINE_CIE_SIZE 24
 #define PERF_TRAMPOLINE_INITIAL_LOCATION_OFFSET 32
 #define PERF_TRAMPOLINE_ADDRESS_RANGE_OFFSET 36
+#define PERF_TRAMPOLINE_FRAME_INITIAL_LOCATION_OFFSET 32
+#define PERF_TRAMPOLINE_FRAME_ADDRESS_RANGE_OFFSET 40
+#define PERF_TRAMPOLINE_FRAME_RULES_OFFSET 49
+#define PERF_TRAMPOLINE_FRAME_DATA_ALIGNMENT 8
 
 static const unsigned char perf_trampoline_code[] = {
     0xf3, 0x0f, 0x1e, 0xfa, 0x55,                     /* +0x00  CFA=r7+8  r16=[CFA-8] */
@@ -47,6 +51,29 @@ static const unsigned char perf_trampoline_eh_frame[] = {
     0x0e, 0x08,                                       /* DW_CFA_def_cfa_offset 8 */
     0xc6,                                             /* DW_CFA_restore 6 */
     0x00, 0x00, 0x00, 0x00, 0x00, 0x00,               /* DW_CFA_nop */
+};
+
+static const unsigned char perf_frame_eh_frame[] = {
+    0x14, 0x00, 0x00, 0x00,                           /* CIE: length 20 */
+    0x00, 0x00, 0x00, 0x00,                           /* CIE id */
+    0x01,                                             /* version 1 */
+    0x7a, 0x52, 0x00,                                 /* augmentation "zR" */
+    0x01,                                             /* code alignment factor 1 */
+    0x78,                                             /* data alignment factor -8 */
+    0x10,                                             /* return-address column 16 */
+    0x01,                                             /* augmentation length 1 */
+    0x00,                                             /* FDE pointer encoding absptr */
+    0x0c, 0x07, 0x08,                                 /* DW_CFA_def_cfa 7 8 */
+    0x90, 0x01,                                       /* DW_CFA_offset 16 1 */
+    0x00, 0x00,                                       /* DW_CFA_nop */
+    0x1c, 0x00, 0x00, 0x00,                           /* FDE: length 28 */
+    0x1c, 0x00, 0x00, 0x00,                           /* CIE pointer */
+    0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,   /* initial_location, patched */
+    0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,   /* address_range, patched */
+    0x00,                                             /* augmentation length 0 */
+    0x0c, 0x06, 0x10,                                 /* DW_CFA_def_cfa 6 16 */
+    0x86, 0x02,                                       /* DW_CFA_offset 6 2 */
+    0x90, 0x01,                                       /* DW_CFA_offset 16 1 */
 };
 
 #endif /* Py_INTERNAL_PERF_EH_FRAME_X86_64_GENERATED_H */

@@ -9,6 +9,11 @@
 
 #include "pycore_perf_compat.h"
 
+#ifdef _PyPerf_IN_CPYTHON
+/* CPython's callbacks for the backend of this name, or NULL. */
+extern _PyPerf_Callbacks *_PyPerf_FindCallbacks(const char *backend);
+#endif
+
 #ifndef _PyPerf_STUBS
 
 #include <signal.h>
@@ -139,11 +144,6 @@ extern int _PyPerfMap_Inherit(void);
 extern int _PyPerfTrampoline_OpenFiles(const _PyPerf_Backend *backend);
 extern int _PyPerfTrampoline_Publish(const _PyPerf_Backend *backend, const void *address, PyCodeObject *code);
 extern void _PyPerfTrampoline_CloseFiles(const _PyPerf_Backend *backend);
-
-#ifdef _PyPerf_IN_CPYTHON
-/* CPython's callbacks for the backend of this name, or NULL. */
-extern _PyPerf_Callbacks *_PyPerf_FindCallbacks(const char *backend);
-#endif
 
 typedef struct {
     const _PyPerf_Backend *backend;     /* on in this interpreter, or NULL */

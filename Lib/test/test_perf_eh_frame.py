@@ -6,6 +6,7 @@ regenerates the header afterwards.
 """
 
 import contextlib
+import dataclasses
 import functools
 import io
 import os
@@ -257,6 +258,17 @@ class RowTests(TestCase):
             self.assertLessEqual({row.cfa[0], *row.registers}, known)
 
 
+    @each_arch()
+    def test_frame_record_has_one_row_from_the_frame_pointer(self, arch):
+        """What gdb and backtrace() go by in code of CPython's JIT, written out for those who read it."""
+        expected = {"aarch64": "CFA=r29+16  r29=[CFA-16] r30=[CFA-8]", "riscv64": "CFA=r8+0  r1=[CFA-8] r8=[CFA-16]",
+                    "x86_64": "CFA=r6+16  r6=[CFA-16] r16=[CFA-8]"}
+        pieces = gen.frame_record(gen.build(arch), arch)
+        rows = pieces and eh_frame.rows(b"".join(data for data, _ in pieces), "little")
+        self.assertEqual(rows and [str(row) for row in rows],
+                         arch.name in expected and ["+0x00  " + expected[arch.name]] or None)
+
+
 class MutationTests(TestCase):
 
     def mutants(self, source):
@@ -487,6 +499,7 @@ class RefusalTests(TestCase):
                          ("0xff, 0xd1,", "0xff, 0xd2,"),    # the code
                          ("E_MACHINE 62", "E_MACHINE 3"),
                          ("RANGE_OFFSET 36", "RANGE_OFFSET 40"),
+                         ("0x0c, 0x06, 0x10", "0x0c, 0x06, 0x18"),
                          ("0x14, 0x00", "0x14"),
                          (text, "")]:
             with self.subTest(old=old[:20]):
@@ -513,6 +526,11 @@ class RefusalTests(TestCase):
                                        "--readme", readme)
         self.assertEqual(status, 1)
         self.assertIn("E23: ", errors)
+
+    def test_E24_chain_that_the_frame_does_not_keep(self):
+        trampoline = gen.build(ARCHS["x86_64"])
+        with self.refused(24, "no row has the slots of"):
+            gen.frame_record(trampoline, dataclasses.replace(ARCHS["x86_64"], chain=archs.Chain(0, 16, False)))
 
     def test_every_message_is_in_the_readme_and_tested(self):
         def numbers(pattern, *paths):

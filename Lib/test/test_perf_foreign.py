@@ -60,7 +60,7 @@ class Template:
 
     def __init__(self, arch):
         text = (SOURCE / arch.header).read_text()
-        self.code, self.eh_frame = [bytes.fromhex(''.join(re.findall(r'0x(\w\w),', body)))
+        self.code, self.eh_frame, *_ = [bytes.fromhex(''.join(re.findall(r'0x(\w\w),', body)))
                                     for body in re.findall(r'(?ms)\[\] = \{(.*?)^\};', text)]
         self.byteorder = 'big' if re.search(r'(?m)ELF_DATA 2$', text) else 'little'
         self.order = {'big': '>', 'little': '<'}[self.byteorder]

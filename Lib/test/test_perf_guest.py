@@ -1,13 +1,14 @@
 """perf, end to end, on a real kernel of every architecture in the table: each an emulated machine with Debian's programs.
 
 Tools/perf/guest/expected.txt says beforehand what each profile must show. By default a guest records with sid's perf and
-the newest Python; with PERF_TRAMPOLINE_FULL=1 there are more of both. PERF_TRAMPOLINE_ARCH=riscv64 boots that guest alone.
+the newest Python; with PERF_TRAMPOLINE_FULL=1 there are more of both, and CPython built with the core in its own tree. PERF_TRAMPOLINE_ARCH=riscv64 boots that guest alone.
 PERF_TRAMPOLINE_RESULTS names a folder for the shares, of which Tools/perf/results.py makes the matrix in Doc.
 """
 
 import bisect
 import concurrent.futures
 import functools
+import itertools
 import json
 import os
 import re
@@ -33,7 +34,8 @@ WHOLE = 0.98
 STACKS = [('dwarf', 'perf_elf'), ('fp', 'perf_elf'), ('dwarf', 'perf_jit'), ('fp', 'perf_jit'), ('fp', 'perf')]
 PYTHONS = ['3.15', '3.14'] if FULL else ['3.15']
 PERFS = ['sid', 'trixie'] if FULL else ['sid']
-FRAME_POINTERS = ['3.15']       # those built with them, where the architecture's table line has the option
+INTREE = ['riscv64', 's390x'] if FULL else []       # which CPython itself has no trampoline for
+FRAME_POINTERS = ['3.15', guest.INTREE]     # those built with them, where the architecture's table line has the option
 CHOSEN = os.environ.get('PERF_TRAMPOLINE_ARCH') or ' '.join(archs.load())
 
 pool = concurrent.futures.ThreadPoolExecutor(2)
@@ -43,17 +45,23 @@ def tearDownModule():
     pool.shutdown(cancel_futures=True)
 
 
+def kinds(name):
+    """(Python, perf) of an architecture's guests."""
+    return [*itertools.product(PYTHONS, PERFS), *([(guest.INTREE, 'sid')] if name in INTREE else [])]
+
+
 @functools.cache
 def runs():
     """Every guest, (architecture, Python, perf) -> what run() returns in future; begun when a test first asks."""
     return {(name, python, perf): pool.submit(run, archs.get(name), python, perf)
-            for python in PYTHONS for perf in PERFS for name in CHOSEN.split()}
+            for name in CHOSEN.split() for python, perf in kinds(name)}
 
 
 def run(arch, python, perf):
-    build = Path(perf_support.build_for(roots.python(python, arch=arch.name))[1]['PYTHONUSERBASE'])
+    builds = [] if python == guest.INTREE else [
+        Path(perf_support.build_for(roots.python(python, arch=arch.name))[1]['PYTHONUSERBASE'])]
     modes = [guest.Mode(stacks, backend, python, perf) for stacks, backend in STACKS]
-    return guest.run(arch, modes, [build], HERE / 'perf_workload.py')
+    return guest.run(arch, modes, builds, HERE / 'perf_workload.py')
 
 
 @functools.cache
@@ -135,18 +143,17 @@ class Guests:
         self.assertEqual(problems, [], f'\n{mode}, expected {word}\n{found}')
 
 
-def _tests():
-    for python in PYTHONS:
-        for perf in PERFS:
-            for stacks, backend in STACKS:
-                mode = guest.Mode(stacks, backend, python, perf)
-                yield 'test_' + str(mode).replace(' ', '_').replace('.', '_'), lambda self, mode=mode: self.check(mode)
+def _tests(name):
+    for python, perf in kinds(name):
+        for stacks, backend in STACKS:
+            mode = guest.Mode(stacks, backend, python, perf)
+            yield 'test_' + str(mode).replace(' ', '_').replace('.', '_'), lambda self, mode=mode: self.check(mode)
 
 
 for _arch in archs.load().values():
     if _arch.name in CHOSEN.split():
         globals()[f'GuestTest_{_arch.name}'] = type(f'GuestTest_{_arch.name}', (Guests, unittest.TestCase),
-                                                    dict(_tests(), arch=_arch, __module__=__name__))
+                                                    dict(_tests(_arch.name), arch=_arch, __module__=__name__))
 
 
 class EndTest(unittest.TestCase):

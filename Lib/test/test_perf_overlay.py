@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import perf_support
 from perf_support import FULL, SOURCE
 
 import archs
+import eh_frame
 import intree
 import overlay
 import roots
@@ -55,6 +57,8 @@ AS_VAR_IF([perf_trampoline], [yes], [
   PERF_TRAMPOLINE_OBJ=Python/asm_trampoline.o
 ])
 '''
+WITH_DARWIN = ONE_FILE.replace(" [perf_trampoline=no]", """
+        [aarch64-apple-darwin*], [perf_trampoline=yes], [perf_trampoline=no]""")
 ONE_PER_ARCH = '''\
 perf_trampoline=yes
 AS_CASE([$PLATFORM_TRIPLET], [x86_64-*], [PERF_TRAMPOLINE_OBJ=Python/asm_trampoline_x86_64.o],
@@ -182,6 +186,8 @@ def miniature(version):
         files[f'PCbuild/{name}.vcxproj.filters'] = item.replace(' />', '>\r\n      <Filter>Python</Filter>\r\n    </ClCompile>')
     if version != '3.14':
         objects.append('jit_unwind')
+        choice = WITH_DARWIN
+        rules += 'Python/jit_unwind.o: $(srcdir)/Python/jit_unwind.c $(THEIRS)\n\n'
         files['Python/jit_unwind.c'] = 'old\n'
     if version == 'main':
         choice = ONE_PER_ARCH
@@ -198,6 +204,15 @@ def miniature(version):
 
 
 VERSIONS = '3.14', '3.15', 'main'
+OF_DARWIN = ['Python/' + name for name in ('asm_trampoline_aarch64.h', 'asm_trampoline_darwin.S', 'perf_trampoline_darwin.c',
+                                           'perf_jit_trampoline_darwin.c', 'jit_unwind_darwin.c')]
+
+
+def debian_python(version):
+    try:
+        return roots.python(version)
+    except roots.NoMirror as reason:
+        raise unittest.SkipTest(str(reason)) from None
 
 
 class MiniatureTest(unittest.TestCase):
@@ -243,8 +258,8 @@ class PlacesTest(MiniatureTest):
                 self.call(overlay.apply)
                 for path in [*overlay.SOURCES, *overlay.HEADERS, *(arch.source for arch in archs.load().values())]:
                     self.assertEqual((self.at / path).read_bytes(), (SOURCE / path).read_bytes(), path)
-                self.assertEqual([path for path, (text, mode) in self.contents().items()
-                                  if text.startswith(b'old') and not path.startswith(overlay.KEPT)], [])
+                self.assertEqual({path for path, (text, mode) in self.contents().items() if text.startswith(b'old')
+                                  and not path.startswith(overlay.KEPT)}, set(OF_DARWIN if version == '3.15' else []))
                 self.assertRegex(self.text('Python/sysmodule.c'), r'(?s)_PyPerf_FindCallbacks\(backend\).*_PyPerfTrampoline_Init')
                 self.assertNotIn('strcmp', self.text('Python/sysmodule.c'))
                 self.assertRegex(self.text('Python/pylifecycle.c'),
@@ -274,9 +289,22 @@ class PlacesTest(MiniatureTest):
                 self.assertEqual(headers, sorted(headers))
                 self.assertLess({'perf_compat', 'perf_eh_frame_s390x_generated'}, set(headers))
 
+    def test_makefiles_of_newer_versions(self):
+        """Those that Debian ships, which configure has made of the real Makefile.pre.in."""
+        for version in '3.14', '3.15':
+            with self.subTest(version):
+                path = next(debian_python(version).root.glob(f'usr/lib/python{version}/config-*/Makefile'))
+                text = re.sub(r'(?m)^([ \t]+)Python/asm_trampoline\.o$', r'\1@PERF_TRAMPOLINE_OBJ@', path.read_text())
+                made = overlay.makefile(text, overlay.HEADERS, darwin=version == '3.15')
+                for source in overlay.SOURCES:
+                    self.assertEqual(len(re.findall(rf'\t{source[:-1]}o \\\n', made)), 1, source)
+                self.assertNotIn('Python/asm_trampoline.o', made)
+                self.assertEqual(re.findall(r'(?m)^Python/jit_unwind.*:', made),
+                                 ['Python/jit_unwind.o:', 'Python/jit_unwind_darwin.o:'] if version == '3.15' else [])
+
     @unittest.skipUnless(shutil.which('autoconf'), 'autoconf is not installed')
     def test_configure_chooses_by_processor_and_system(self):
-        self.make('3.15')
+        self.make('3.14')
         self.call(overlay.apply)
         self.assertTrue(os.access(self.at / 'configure', os.X_OK))
         def configure(compiler, host_os='linux-gnu'):
@@ -295,6 +323,22 @@ class PlacesTest(MiniatureTest):
         for system in ('darwin24.1', 'linux-android', 'wasi') if FULL else ('darwin24.1',):
             self.assertEqual(configure('gcc', system), ('', ''))
         self.assertEqual(configure('gcc -m32'), ('', ''))       # no line of the table
+
+    @unittest.skipUnless(shutil.which('autoconf'), 'autoconf is not installed')
+    def test_darwin_keeps_what_cpython_has(self):
+        self.make('3.15')
+        self.call(overlay.apply)
+        compiler = self.at / 'compiler'
+        compiler.write_text('#!/bin/sh\necho aarch64-apple-darwin24\n')
+        compiler.chmod(0o755)
+        done = subprocess.run(['./configure'], cwd=self.at, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              env=os.environ | {'CC': './compiler', 'host_os': 'darwin24.1'})
+        self.assertIn('object is <Python/asm_trampoline_darwin.o Python/jit_unwind_darwin.o Python/perf_jit_trampoline_darwin.o '
+                      'Python/perf_trampoline_darwin.o>', done.stdout)
+        for path in OF_DARWIN[1:]:
+            self.assertEqual(self.text(path), miniature('3.15')[path.replace('_darwin', '')])
+        self.assertIn('\nPython/jit_unwind_darwin.o: $(srcdir)/Python/jit_unwind_darwin.c $(THEIRS)\n', self.text('Makefile.pre.in'))
+        self.assertIn('Python/perf_trampoline_darwin.c\t-\t_Py_perfmap_callbacks', self.text('Tools/c-analyzer/cpython/ignored.tsv'))
 
 
 class UndoTest(MiniatureTest):
@@ -386,8 +430,26 @@ class RefusalTest(MiniatureTest):
 
     def test_jit_that_calls_what_the_core_does_not_have(self):
         self.make('3.15')
-        (self.at / 'Python/jit_publish.c').write_text('f(_PyJitUnwind_GdbRegisterCode());\n')
-        self.assertRefused('jit_publish.c calls _PyJitUnwind_GdbRegisterCode, which the core does not have')
+        (self.at / 'Python/jit_publish.c').write_text('f(_PyJitUnwind_GdbRegisterCode(), _PyJitUnwind_Tell());\n')
+        self.assertRefused('jit_publish.c calls _PyJitUnwind_Tell, which the core does not have')
+
+    def test_jit_that_calls_it_otherwise(self):
+        self.make('3.15')
+        header = self.at / 'Include/internal/pycore_jit_unwind.h'
+        for kept, extra, refused in ('', '', False), (', const void *shim', '', True), ('', ' int', True):
+            header.write_text('size_t _PyJitUnwind_BuildEhFrame(uint8_t *buffer, size_t buffer_size,\n'
+                              f'    const void *code, size_t{extra} size, int absolute{kept});\n')
+            if refused:
+                self.assertRefused(r'_PyJitUnwind_BuildEhFrame\(\) takes .*; the core.s uint8_t \*, size_t, const void \*, size_t, int')
+            else:
+                self.call(overlay.apply)
+                self.call(overlay.undo)
+
+    def test_darwin_with_an_extractor(self):
+        self.make('main')
+        path = self.at / 'configure.ac'
+        path.write_text(path.read_text().replace('[x86_64-*]', '[x86_64-linux-*|x86_64-apple-darwin]'))
+        self.assertRefused("Darwin's trampoline has its unwind data from")
 
     def test_no_cpython_tree(self):
         self.at.mkdir()
@@ -435,11 +497,16 @@ class RefusalTest(MiniatureTest):
             self.assertNotEqual(self.contents(), before)
 
 
-def headers(version):
-    try:
-        return roots.python(version).include_flags
-    except roots.NoMirror as reason:
-        raise unittest.SkipTest(str(reason)) from None
+PRINT_EH_FRAME = '''
+#include <stdint.h>
+#include <stdio.h>
+size_t _PyJitUnwind_BuildEhFrame(uint8_t *, size_t, const void *, size_t, int);
+int main(void)
+{
+    uint8_t data[128] = {0};
+    return fwrite(data, _PyJitUnwind_BuildEhFrame(data, sizeof(data), data, sizeof(data), 1), 1, stdout) != 1;
+}
+'''
 
 
 class CoreTest(unittest.TestCase):
@@ -452,7 +519,7 @@ class CoreTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as scratch:
             symbols = {}
             for source in overlay.SOURCES:
-                subprocess.run(['gcc', *CORE_CFLAGS, '-Werror', f'-I{SOURCE}/Include/internal', *headers(version), *flags,
+                subprocess.run(['gcc', *CORE_CFLAGS, '-Werror', f'-I{SOURCE}/Include/internal', *debian_python(version).include_flags, *flags,
                                 '-c', SOURCE / source, '-o', f'{scratch}/object.o'], check=True)
                 symbols[source] = set(subprocess.run(['nm', '-g', '--defined-only', '-j', f'{scratch}/object.o'], text=True,
                                                      check=True, stdout=subprocess.PIPE).stdout.split())
@@ -469,18 +536,47 @@ class CoreTest(unittest.TestCase):
             with self.subTest(version):
                 names = set().union(*self.compile(version).values())
                 self.assertLess(self.ENTRY_POINTS | {'_Py_perfmap_callbacks', '_Py_perfmap_jit_callbacks'}, names)
-                self.assertEqual({name for name in names if not name.startswith(('_Py', 'Py'))} - {
-                    '__jit_debug_descriptor', '__jit_debug_register_code'}, set())
+                self.assertEqual({name for name in names if not name.startswith(('_Py', 'Py'))}, set())
+
+    def test_what_the_jit_calls(self):
+        names = self.compile('3.15', '-D_Py_JIT', '-D_Py_TIER2=3')
+        self.assertLess({f'_PyJitUnwind_{name}' for name in (
+            'EhFrameSize', 'BuildEhFrame', 'GdbRegisterCode', 'GdbUnregisterCode', 'GnuBacktraceRegisterCode',
+            'GnuBacktraceUnregisterCode')} | {'__jit_debug_descriptor', '__jit_debug_register_code', '_Py_jit_debug_mutex'},
+            names['Python/jit_unwind.c'])
+        self.assertIn('_PyPerfJit_WriteNamedCode', names['Python/perf_cpython.c'])
+
+    @unittest.skipUnless(archs.host() == archs.get('x86_64'), 'another processor')
+    def test_frame_of_the_jit_ends_where_its_build_says(self):
+        with tempfile.TemporaryDirectory() as scratch:
+            (Path(scratch) / 'main.c').write_text(PRINT_EH_FRAME)
+            for end, flags in (16, []), (96, ['-DJIT_UNWIND_CFA_OFFSET=96']):
+                subprocess.run(['gcc', *CORE_CFLAGS, '-D_Py_JIT', '-D_Py_TIER2=3', *flags, f'-I{SOURCE}/Include/internal',
+                                *debian_python('3.15').include_flags, f'{scratch}/main.c', SOURCE / 'Python/jit_unwind.c',
+                                SOURCE / 'Python/asm_trampoline_x86_64.S', '-no-pie', '-Wl,--unresolved-symbols=ignore-all', '-o', f'{scratch}/main'], check=True)
+                printed = subprocess.run([f'{scratch}/main'], check=True, stdout=subprocess.PIPE).stdout
+                self.assertEqual(eh_frame.rows(printed, 'little'), [eh_frame.Row(0, (6, end), {6: -end, 16: 8 - end})])
+
+    def test_nothing_of_it_is_on_darwin(self):
+        with tempfile.NamedTemporaryFile('w', suffix='.h') as darwin:
+            darwin.write('#define __APPLE__ 1\n')
+            darwin.flush()
+            symbols = self.compile('3.15', '-D_Py_JIT', '-include', 'Python.h', '-include', 'pycore_ceval.h', '-include', 'pycore_interpframe.h',
+                                   '-include', darwin.name)
+            self.assertEqual(set().union(*symbols.values()), {'_PyPerf_FindCallbacks'})
 
     def test_stubs_where_configure_found_no_trampoline(self):
         with tempfile.NamedTemporaryFile('w', suffix='.h') as undefine:
             undefine.write('#undef PY_HAVE_PERF_TRAMPOLINE\n')
             undefine.flush()
+            undefined = '-include', 'pyconfig.h', '-include', undefine.name
             for version in self.VERSIONS:
                 with self.subTest(version):
-                    symbols = self.compile(version, '-include', 'pyconfig.h', '-include', undefine.name)
+                    symbols = self.compile(version, *undefined)
                     self.assertEqual(symbols.pop('Python/perf_cpython.c'), self.ENTRY_POINTS)
                     self.assertEqual(set().union(*symbols.values()), set())
+            # The JIT is there without a trampoline.
+            self.assertIn('_PyJitUnwind_GdbRegisterCode', self.compile('3.15', '-D_Py_JIT', *undefined)['Python/jit_unwind.c'])
 
 
 def prepared(kind):
@@ -490,16 +586,24 @@ def prepared(kind):
         raise unittest.SkipTest(str(reason)) from None
 
 
+def in_private_tmp():
+    """The command after which a program has a /tmp of its own."""
+    return [*perf_support.unshare_mounts(), 'sh', '-c', 'mount -t tmpfs none /tmp && exec "$@"', 'sh']
+
+
 def skips(output):
     return set(re.findall(r"(?m)^(test_\w+) \(.*\.\.\. skipped", output))
 
 
-# What an installed interpreter gets from the package's start-up line, arguments and status, and CPython has not.
+# What an installed interpreter gets from the package's start-up line, arguments and status, and CPython has not; and what
+# is about other interpreters.
 NOT_IN_CPYTHON = '''
     test_ignored_environment test_isolated_mode test_nothing_is_imported_when_nothing_is_switched_on
     test_interpreters_own_stays_where_it_is_wanted test_option_goes_before_variable test_default_backend_is_the_map
     test_functions_are_there_without_an_import test_wrong_arguments_raise_as_in_cpython
     test_activation_removes_what_is_a_week_old
+    test_dwarf_stacks_are_whole_on_3_13 test_dwarf_stacks_are_whole_on_3_14 test_dwarf_stacks_are_whole_on_3_15
+    test_frame_pointer_stacks_are_whole_on_3_15
 '''.split()
 
 ALL_BACKENDS = '''
@@ -514,6 +618,24 @@ for backend in 'perf', 'perf_jit', 'perf_elf':
         function()
     sys.deactivate_stack_trampoline()
     assert not sys.is_stack_trampoline_active(), backend
+'''
+
+# Where a processor or a byte order could matter; the others test files and names.
+EMULATED = ('test_perf_map.EntryTest', 'test_perf_jitdump.RecordTest', 'test_perf_elf_image.UnwindDataTest',
+            'test_perf_elf_image.MappingTest', 'test_perf_trampoline.SysTest', 'test_perf_trampoline.ProgramsTest')
+
+# Of the libraries that a cross build has not, elftools imports one for nothing.
+OURS = '''
+import importlib.util, sys, types, unittest
+if importlib.util.find_spec('zlib') is None:
+    sys.modules['zlib'] = types.ModuleType('zlib')
+sys.path.insert(0, '{0}')
+def tests(suite):
+    for test in suite:
+        yield from tests(test) if isinstance(test, unittest.TestSuite) else [test]
+suite = unittest.defaultTestLoader.loadTestsFromNames({1!r})
+chosen = unittest.TestSuite(test for test in tests(suite) if test.id().rpartition('.')[2] not in {2!r})
+sys.exit(not unittest.TextTestRunner(verbosity=2).run(chosen).wasSuccessful())
 '''
 
 SIXTEEN_THREADS = '''
@@ -542,13 +664,23 @@ class InTreeTest(unittest.TestCase):
     """CPython 3.13, built with the overlay."""
 
     def run_tests(self, build, *names):
-        """In a /tmp of their own: they remove every perf map that is newer than they."""
-        unshare = perf_support.unshare_mounts()
-        mount = 'mount -t tmpfs none /tmp && exec "$@"'
-        private = intree.Build(build.source, build.build, (*unshare, 'sh', '-c', mount, 'sh', *build.runner), build.env)
-        done = private.run('-m', 'test', '-v', *names)
+        """In a /tmp of their own: they remove every perf map that is newer than they. With sid's perf: some leave out others."""
+        with tempfile.TemporaryDirectory(dir='/var/tmp') as path:
+            perf = Path(path, 'perf')
+            perf.write_text(f'#!/bin/sh\nexec {shlex.join(roots.perf())} "$@"\n')
+            perf.chmod(0o755)
+            done = build.run('-m', 'test', '-v', *names, before=in_private_tmp(),
+                             env=build.env | {'PATH': f'{path}:{build.env["PATH"]}'})
         self.assertEqual(done.returncode, 0, done.stdout[-5000:])
         return done.stdout
+
+    def run_ours(self, build, *names):
+        """Our tests of these names; the status that they ask for is the extension's, linked to that interpreter."""
+        path = [SOURCE / 'Lib/test/perfdata/intree', '/usr/lib/python3/dist-packages']
+        done = build.run('-c', OURS.format(SOURCE / 'Lib/test', names, NOT_IN_CPYTHON), program='python-status', cwd=SOURCE / 'Lib/test',
+                         env=build.env | {'PYTHONPATH': os.pathsep.join(map(str, path))})
+        self.assertEqual(done.returncode, 0, done.stdout[-5000:])
+        self.assertRegex(done.stdout, r'(?m)^Ran [1-9]')
 
     def test_its_own_tests_of_the_trampoline(self):
         names = 'test_perf_profiler', 'test_perfmaps'
@@ -561,22 +693,7 @@ class InTreeTest(unittest.TestCase):
         self.run_tests(prepared('native'), 'test_sys', 'test_embed', 'test_code', 'test_fork1', 'test_threading')
 
     def test_our_tests(self):
-        build = prepared('native')
-        path = [SOURCE / 'Lib/test/perfdata/intree', '/usr/lib/python3/dist-packages']
-        names = 'test_perf_map', 'test_perf_jitdump', 'test_perf_trampoline', 'test_perf_elf_image'
-        program = f'''
-import sys, unittest
-sys.path.insert(0, {str(SOURCE / 'Lib/test')!r})
-def tests(suite):
-    for test in suite:
-        yield from tests(test) if isinstance(test, unittest.TestSuite) else [test]
-suite = unittest.defaultTestLoader.loadTestsFromNames({names!r})
-chosen = unittest.TestSuite(test for test in tests(suite) if test.id().rpartition('.')[2] not in {NOT_IN_CPYTHON!r})
-sys.exit(not unittest.TextTestRunner(verbosity=2).run(chosen).wasSuccessful())
-'''
-        done = build.run('-c', program, program='python-status', cwd=SOURCE / 'Lib/test',
-                         env=build.env | {'PYTHONPATH': os.pathsep.join(map(str, path))})
-        self.assertEqual(done.returncode, 0, done.stdout[-5000:])
+        self.run_ours(prepared('native'), 'test_perf_map', 'test_perf_jitdump', 'test_perf_trampoline', 'test_perf_elf_image')
 
     def test_its_checks(self):
         build = prepared('native')
@@ -614,8 +731,130 @@ sys.exit(not unittest.TextTestRunner(verbosity=2).run(chosen).wasSuccessful())
     def test_other_architectures_under_an_emulator(self):
         for name in 's390x', 'riscv64':
             with self.subTest(name):
-                done = prepared(name).run('-c', ALL_BACKENDS)
+                build = prepared(name)
+                done = build.run('-c', ALL_BACKENDS)
                 self.assertEqual((done.returncode, done.stdout), (0, ''))
+                self.run_ours(build, *EMULATED)
+
+    def test_built_with_no_other_python(self):
+        build = prepared('bare')
+        found = subprocess.run(['sh', '-c', 'command -v python python3 python3.13'], env=build.env, capture_output=True)
+        self.assertEqual(found.stdout, b'')
+        self.assertRegex((build.build / 'Makefile').read_text(), r'(?m)^PYTHON_FOR_REGEN=\s*python3$')
+        program = 'import os; print(open(f"/tmp/perf-{os.getpid()}.map").read())'
+        done = build.run('-X', 'perf', '-c', program, before=in_private_tmp())
+        self.assertRegex(done.stdout, r'(?m)^[0-9a-f]+ [0-9a-f]+ py::<module>:<string>$')
+
+
+BACKTRACE = '''
+set debuginfod enabled off
+set startup-with-shell off
+set environment PYTHON_JIT=1
+catch syscall getpgid
+run
+delete 1
+catch syscall getppid
+ignore 2 1234
+continue
+backtrace
+'''
+IN_THE_JIT = '''
+import os
+def leaf(n):
+    for i in range(n):
+        i & 7
+        os.getppid()
+def middle(n):
+    return leaf(n)
+for _ in range(5): middle(20000)
+os.getpgid(0)
+middle(5000)
+'''
+BESIDE_THE_JIT = '''
+import sys
+print(sys._jit.is_enabled(), sys.is_stack_trampoline_active())
+for backend in 'perf', 'perf_jit':
+    try:
+        print(sys.activate_stack_trampoline(backend))
+    except ValueError as error:
+        print(error)
+'''
+
+
+@unittest.skipUnless(FULL and archs.host() == archs.get('x86_64'), 'not PERF_TRAMPOLINE_FULL=1, or another processor')
+class RelinkedTest(unittest.TestCase):
+    """Debian's newer CPythons with the core linked in the place of their own, in a root of their own."""
+
+    @classmethod
+    def setUpClass(cls):
+        packages = [name.format(version) for version in ('3.14', '3.15')
+                    for name in ('python{}', 'libpython{}-dev', 'libpython{}-testsuite')]
+        try:
+            cls.root = roots.root('sid', 'amd64', [*packages, 'binutils', 'gdb', 'linux-perf'], 'relinked', keep_static=True)
+        except roots.Unavailable as reason:
+            raise unittest.SkipTest(str(reason)) from None
+        for name in 'dev', 'proc', 'tmp':
+            (cls.root / name).mkdir(exist_ok=True)
+
+    def link(self, version, *plain):
+        program = Path(tempfile.mktemp(prefix=f'python{version}-', dir=self.root / 'usr/bin'))
+        self.addCleanup(program.unlink)
+        subprocess.run(['sh', SOURCE / 'Tools/perf/relink.sh', version, self.root, program, *plain], check=True)
+        return program.name
+
+    def run_inside(self, *command, **env):
+        """In the root, with a /tmp of its own that has IN_THE_JIT and BACKTRACE."""
+        enter = '''
+            root=$1; shift
+            for folder in /dev /proc; do mount --rbind $folder $root$folder; done
+            mount -t tmpfs none $root/tmp
+            printf %s "$PROGRAM" >$root/tmp/program.py
+            printf %s "$COMMANDS" >$root/tmp/commands
+            exec chroot $root "$@"
+        '''
+        return subprocess.run([*perf_support.unshare_mounts(), 'sh', '-ec', enter, 'sh', self.root, *command], text=True,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              env={'PATH': '/usr/sbin:/usr/bin', 'HOME': '/tmp', 'LC_ALL': 'C.UTF-8',
+                                   'PROGRAM': IN_THE_JIT, 'COMMANDS': BACKTRACE} | env)
+
+    def assertPassesAsPlain(self, version, num_tests, *names, **env):
+        outputs = [self.run_inside(program, '-m', 'test', '-v', *names, **env).stdout
+                   for program in (self.link(version), f'python{version}')]
+        for output in outputs:
+            self.assertIn('\nResult: SUCCESS', output)
+            self.assertIn(f'\nTotal tests: run={num_tests}', output)
+        self.assertLessEqual(skips(outputs[0]), skips(outputs[1]))
+        return outputs[0]
+
+    def test_its_own_tests_pass_on_3_14(self):
+        self.assertPassesAsPlain('3.14', 16, 'test_perf_profiler', 'test_perfmaps')
+
+    def test_its_own_tests_pass_on_3_15(self):
+        output = self.assertPassesAsPlain('3.15', 18, 'test_perf_profiler', 'test_perfmaps')
+        self.assertEqual(skips(output), set())
+
+    def test_unwinding_through_the_jit(self):
+        """backtrace() and by frame pointers."""
+        self.assertPassesAsPlain('3.15', 3, 'test_c_stack_unwind', PYTHON_JIT='1')
+
+    def test_gdb_walks_through_the_jit_as_ever(self):
+        def backtrace(*plain):
+            done = self.run_inside('gdb', '-q', '-nx', '-batch', '-x', '/tmp/commands', '--args', self.link('3.15', *plain),
+                                   '/tmp/program.py')
+            return re.findall(r'(?m)^#\d+ +0x\w+ in (.*)', done.stdout), done.stdout
+        ours, output = backtrace()
+        self.assertIn('py::jit:executor ()', ours, output)
+        self.assertEqual(ours[-1], 'main ()')
+        self.assertEqual(ours, backtrace('plain')[0])
+
+    def test_jit_and_trampoline_exclude_each_other(self):
+        def said(program):
+            return [self.run_inside(program, *options, '-c', BESIDE_THE_JIT, PYTHON_JIT='1').stdout
+                    for options in ([], ['-X', 'perf'], ['-X', 'perf_jit'])]
+        ours = said(self.link('3.15'))
+        self.assertIn('Cannot activate the perf trampoline if the JIT is active', ours[0])
+        self.assertIn('JIT deactivated', ours[1])
+        self.assertEqual(ours, said('python3.15'))
 
 
 if __name__ == '__main__':

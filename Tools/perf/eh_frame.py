@@ -205,16 +205,16 @@ def decode(data, code_size, byteorder):
     reader.instructions(len(data))
 
     template = b"".join(piece for piece, _ in reader.fields)
-    rows = _rows(template, byteorder)
-    if len(rows) != 1 + sum("advance" in what for _, what in reader.fields):
+    table = rows(template, byteorder)
+    first, last = table[0], table[-1]
+    if len(table) != 1 + sum("advance" in what for _, what in reader.fields):
         raise Refusal(16, "an advance_loc begins no row")
-    if (rows[-1].cfa, rows[-1].registers) != (rows[0].cfa, rows[0].registers):
-        raise Refusal(16, f"the last row ({rows[-1]}) does not restore the first "
-                          f"({rows[0]})")
-    if rows[-1].offset >= code_size:
-        raise Refusal(16, f"the last row ({rows[-1]}) lies behind the code")
+    if (last.cfa, last.registers) != (first.cfa, first.registers):
+        raise Refusal(16, f"the last row ({last}) does not restore the first ({first})")
+    if last.offset >= code_size:
+        raise Refusal(16, f"the last row ({last}) lies behind the code")
     return EhFrame(template, reader.fields, fde_offset, initial_location_offset,
-                   address_range_offset, address_range, ra_column, rows)
+                   address_range_offset, address_range, ra_column, table)
 
 
 def _refuse_other_than_one_cie_one_fde(data, byteorder):
@@ -235,21 +235,21 @@ def _structs(byteorder):
                         address_size=8)
 
 
-def _rows(template, byteorder):
+def rows(template, byteorder):
     try:
         _, fde = CallFrameInfo(io.BytesIO(template), len(template), 0,
                                _structs(byteorder),
                                for_eh_frame=True).get_entries()
         start = fde.header["initial_location"]
-        rows = [Row(line["pc"] - start, (line["cfa"].reg, line["cfa"].offset),
-                    {register: rule.arg for register, rule in line.items()
-                     if register not in ("pc", "cfa")})
-                for line in fde.get_decoded().table]
+        table = [Row(line["pc"] - start, (line["cfa"].reg, line["cfa"].offset),
+                     {register: rule.arg for register, rule in line.items()
+                      if register not in ("pc", "cfa")})
+                 for line in fde.get_decoded().table]
     except Exception as error:      # pyelftools takes what it reads to be well formed
         raise Refusal(11, f"pyelftools cannot decode .eh_frame: {error!r}") from None
-    if not rows:
+    if not table:
         raise Refusal(11, ".eh_frame describes nothing")
-    return rows
+    return table
 
 
 def read_object(path):

@@ -97,7 +97,46 @@ def array(name, pieces):
     return "\n".join([*lines, "};"]) + "\n"
 
 
+def frame_record(trampoline, arch):
+    """The pieces of an .eh_frame for code that always keeps a frame record, as
+    CPython's JIT makes it: at each of its instructions hold the slots of the
+    trampoline's frame during its call, counted from the frame pointer.
+
+    Such code may be anywhere, so FDEs have its address and size in full; and it
+    may have more between the record and the CFA, which its makers add to each
+    of the three rules.  None where frames have no such record.
+    """
+    if not arch.fp or arch.chain.ra_in_next:
+        return None
+    fields = trampoline.eh_frame.fields
+    begin = next(i for i, (_, what) in enumerate(fields) if what.startswith("FDE: "))
+    cfa = max(arch.chain.next, arch.chain.ra) + 8
+    row = eh_frame.Row(0, (arch.fp.dwarf, cfa), {arch.fp.dwarf: arch.chain.next - cfa, arch.ra_column: arch.chain.ra - cfa})
+    if row.registers not in [known.registers for known in trampoline.eh_frame.rows]:
+        raise Refusal(24, f"no row has the slots of {row}, as the table's chain says")
+    cie = [(b"\0", "FDE pointer encoding absptr") if "pointer encoding" in what else (data, what)
+           for data, what in fields[:begin]]
+    rules = [(bytes([0x0c, arch.fp.dwarf, cfa]), f"DW_CFA_def_cfa {arch.fp.dwarf} {cfa}")]
+    for register in arch.fp.dwarf, arch.ra_column:
+        factored = row.registers[register] // data_alignment(trampoline)
+        rules.append((bytes([0x80 | register, factored]), f"DW_CFA_offset {register} {factored}"))
+    fde = [fields[begin + 1], *((bytes(8), what) for _, what in fields[begin + 2:begin + 4]), fields[begin + 4], *rules]
+    padding = -sum(len(data) for data, _ in fde) % 4
+    fde += [(bytes(padding), "DW_CFA_nop")] * bool(padding)
+    order = "little" if trampoline.elf_data == 1 else "big"
+    length = sum(len(data) for data, _ in fde)
+    pieces = [*cie, (length.to_bytes(4, order), f"FDE: length {length}"), *fde]
+    assert eh_frame.rows(b"".join(data for data, _ in pieces), order) == [row]
+    return pieces
+
+
+def data_alignment(trampoline):
+    return next(int(what.split()[-1]) for _, what in trampoline.eh_frame.fields if what.startswith("data alignment"))
+
+
 def constants(trampoline, arch):
+    frame = frame_record(trampoline, arch)
+    begin = trampoline.eh_frame.cie_size + 8
     return {
         "ARCH": f'"{arch.name}"',
         "E_MACHINE": str(trampoline.machine),
@@ -109,6 +148,10 @@ def constants(trampoline, arch):
         "INITIAL_LOCATION_OFFSET":
             str(trampoline.eh_frame.initial_location_offset),
         "ADDRESS_RANGE_OFFSET": str(trampoline.eh_frame.address_range_offset),
+        **({"FRAME_INITIAL_LOCATION_OFFSET": str(begin),
+            "FRAME_ADDRESS_RANGE_OFFSET": str(begin + 8),
+            "FRAME_RULES_OFFSET": str(begin + 17),
+            "FRAME_DATA_ALIGNMENT": str(-data_alignment(trampoline))} if frame else {}),
     }
 
 
@@ -119,14 +162,16 @@ def header(trampoline, arch):
     rows = iter(trampoline.eh_frame.rows[1:])
     fields = [(data, f"{what}: {next(rows)}" if "advance" in what else what)
               for data, what in trampoline.eh_frame.fields]
+    frame = frame_record(trampoline, arch)
     return "\n".join([
         BANNER.format(f"the object of\n   {arch.source}"),
         f"#ifndef {guard}\n#define {guard}\n",
-        "/* CIE_SIZE is where the FDE begins; the other two offsets are also from\n"
-        "   the start of perf_trampoline_eh_frame. */\n" + defines,
+        "/* CIE_SIZE is where the FDE begins; the offsets are also from the start of\n"
+        "   perf_trampoline_eh_frame, or perf_frame_eh_frame. */\n" + defines,
         array("perf_trampoline_code", [(code, row) for row, code
                                        in trampoline.pieces()]),
         array("perf_trampoline_eh_frame", fields),
+        *([array("perf_frame_eh_frame", frame)] if frame else []),
         f"#endif /* {guard} */\n",
     ])
 
@@ -166,9 +211,10 @@ def read_header(path, arch):
         trampoline = eh_frame.Trampoline(
             int(found["E_MACHINE"], 0), int(found["E_FLAGS"], 0),
             int(found["ELF_CLASS"], 0), int(found["ELF_DATA"], 0), code, frame)
+        expected = header(trampoline, arch)
     except (KeyError, ValueError, Refusal) as error:
         return found, f"not readable: {error}\n"
-    if text != header(trampoline, arch):
+    if text != expected:
         return found, "not what is generated of its code and template\n"
     return found, trampoline.listing()
 

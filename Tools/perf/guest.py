@@ -19,6 +19,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import intree
 import roots
 
 HERE = Path(__file__).resolve().parent
@@ -35,6 +36,7 @@ TURNS = 10_000
 LEAVE_OUT = ['./usr/share/perl*', './usr/share/zoneinfo', './usr/lib/*/perl*', './usr/lib/*/gconv', './usr/bin/*perl*',
              './usr/lib/python3/*', './usr/lib/*/libperl*', '*/test/*', '*/tests/*', '*/pydoc_data', '*/idlelib']
 MARK, END = b'@@ ', b'@@.'
+INTREE = 'intree'
 # Where a libdw walk strays into a program's data, a perf that knows of the mapping reports the program to libdw once
 # more, at another address, and cannot walk through it from then on.
 RECORD_OPTIONS = {'sid': ['--no-data-mmap']}
@@ -44,7 +46,7 @@ RECORD_OPTIONS = {'sid': ['--no-data-mmap']}
 class Mode:
     stacks: str         # fp, dwarf
     backend: str        # perf, perf_jit, perf_elf
-    python: str         # 3.15
+    python: str         # 3.15, or INTREE: CPython's own source tree with the core in it
     perf: str           # the Debian suite it is from
 
     def __str__(self):
@@ -76,6 +78,8 @@ def _base(arch):
 
 def interpreter(arch, version):
     """The path of a guest's interpreter."""
+    if version == INTREE:
+        return intree.build(arch.name).build / 'python'
     return _base(arch) / f'usr/bin/python{version}'
 
 
@@ -128,11 +132,14 @@ def _job(arch, modes, builds, workload, into):
         shutil.copy(file, guest)
     for build in builds:
         shutil.copytree(build / 'lib', guest / 'lib', dirs_exist_ok=True)
+    if INTREE in {mode.python for mode in modes}:
+        intree.build(arch.name).install(guest / INTREE)
     (guest / 'job.json').write_text(json.dumps({
         'frequency': FREQUENCY, 'cpu_seconds': CPU_SECONDS, 'turns': TURNS,
         'modes': [{'name': str(mode), 'backend': mode.backend,
                    'call_graph': 'fp' if mode.stacks == 'fp' else f'dwarf,{STACK}',
-                   'python': f'/usr/bin/python{mode.python}', 'perf': _perf(arch, mode.perf)[1],
+                   'python': f'/guest/{INTREE}/bin/python' if mode.python == INTREE else f'/usr/bin/python{mode.python}',
+                   'perf': _perf(arch, mode.perf)[1],
                    'options': RECORD_OPTIONS.get(mode.perf, [])} for mode in modes]}))
 
 

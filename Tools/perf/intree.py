@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """CPython's own source tree with the core in it, built once into the cache.
 
-    intree.py [plain | native | nogil | ARCH]...    build, and print the interpreter's path
+    intree.py [plain | native | nogil | bare | ARCH]...     build, and print the interpreter's path
 
-plain is without the overlay, to compare with; ARCH is a cross build that runs under qemu-user.  The source is that of
+plain is without the overlay, to compare with; bare is made with no other Python on PATH; ARCH is a cross build that
+runs under qemu-user.  The source is that of
 Debian's python3.13.  Beside the interpreter is `python-status`, the same with the extension's module built in, so that
 tests can ask for perf_trampoline.status().
 """
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,24 +23,38 @@ import archs
 import overlay
 import roots
 
-SUITE, PACKAGE = "trixie", "python3.13"
+SUITE, VERSION = "trixie", "3.13"
+QUICK = "OPT=-DNDEBUG -fwrapv -O1"      # and without what debuggers want: built in half the time
 
 
 @dataclass(frozen=True)
 class Build:
     source: Path
     build: Path
-    runner: tuple           # emulator and its arguments
     env: dict
+    arch: archs.Arch = None     # whose programs run under an emulator
+    root: Path = None           # with its C library
 
     def command(self, program="python"):
-        return [*self.runner, str(self.build / program)]
+        path = self.build / program
+        return roots.command(self.root, self.arch, path) if self.arch else [str(path)]
 
-    def run(self, *arguments, program="python", **options):
-        """A subprocess.CompletedProcess, with text output of both kinds in `stdout`."""
-        return subprocess.run([*self.command(program), *map(str, arguments)], text=True, stdin=subprocess.DEVNULL,
+    def run(self, *arguments, program="python", before=(), **options):
+        """A subprocess.CompletedProcess, with text output of both kinds in `stdout`; `before` is what runs the command."""
+        return subprocess.run([*before, *self.command(program), *map(str, arguments)], text=True, stdin=subprocess.DEVNULL,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               **{"env": self.env, "cwd": self.build} | options)
+
+    def install(self, into):
+        """What it takes to run it elsewhere, without tests."""
+        library = into / f"lib/python{VERSION}"
+        shutil.copytree(self.source / "Lib", library, ignore=shutil.ignore_patterns(
+            "test", "tests", "__pycache__", "idlelib", "ensurepip", "pydoc_data", "tkinter", "turtledemo"))
+        (library / "lib-dynload").mkdir()
+        for module in self.build.glob("build/lib.*/*.so"):
+            shutil.copy(module, library / "lib-dynload")
+        (into / "bin").mkdir()
+        shutil.copy(self.build / "python", into / "bin")
 
 
 def build(kind="native"):
@@ -46,17 +62,17 @@ def build(kind="native"):
     arch = archs.load().get(kind)
     checkout = hashlib.sha256(str(overlay.ROOT).encode()).hexdigest()[:12]
     home = roots.cache() / "intree" / ("plain" if kind == "plain" else f"{checkout}/{kind}")
-    original = roots.source(SUITE, PACKAGE)
+    original = roots.source(SUITE, f"python{VERSION}")
     home.mkdir(parents=True, exist_ok=True)
     env = {name: value for name, value in os.environ.items()
            if not name.startswith(("PYTHON", "MAKE", "PERF_", "LD_")) and not name.endswith("FLAGS")}
     # Names of files are relative and the same in all builds, so ccache knows most of them from another one.
     env |= {"CCACHE_NOHASHDIR": "1", "CCACHE_DIR": str(roots.cache() / "ccache"), "LC_ALL": "C.UTF-8"}
-    runner = ()
-    if arch:
-        at = roots.python("3.13", arch=arch.name).root
-        runner = roots.qemu(arch.name), "-L", str(at)
-    result = Build(home / "source", home / "build", runner, env)
+    if kind == "bare":
+        env["PATH"] = str(_without_python(home / "bin"))
+    elif kind in ("plain", "nogil"):
+        env["CONFIG_SITE"] = str(_known(roots.cache() / f"intree/{checkout}/native/build/config.log", home / "site"))
+    result = Build(home / "source", home / "build", env, arch, arch and roots.python(VERSION, arch=arch.name).root)
     with open(home / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (home / "source").exists():
@@ -76,6 +92,23 @@ def build(kind="native"):
     return result
 
 
+def _without_python(into):
+    """Links to all programs but Pythons."""
+    into.mkdir(exist_ok=True)
+    for folder in "/usr/bin", "/usr/sbin":
+        for program in Path(folder).iterdir():
+            if not program.name.startswith(("python", "pypy")) and not (into / program.name).is_symlink():
+                (into / program.name).symlink_to(program)
+    return into
+
+
+def _known(log, site):
+    """What configure found out about this machine for another build; it takes the longest."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    site.write_text("".join(re.findall(r"(?m)^(?:ac_cv_(?!env_|prog_|path_)|ax_cv_|py_cv_(?!module_))\w+=.*\n", text)))
+    return site
+
+
 def _run(command, cwd, env):
     done = subprocess.run(["nice", *map(str, command)], cwd=cwd, env=env, text=True, stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -92,17 +125,20 @@ def _compiler(arch):
 def _configure(kind, arch, env):
     command = ["../source/configure", "-q", "--without-ensurepip", f"CC={' '.join(_compiler(arch))}"]
     if kind == "nogil":
-        command.append("--disable-gil")
+        command += ["--disable-gil", QUICK]
     if not arch:
         host = archs.host()
-        return [*command, f"CFLAGS={' '.join(host.chain_cflags) if host else ''}"]
-    # Of the foreign root only the C library is used, and no module that wants another.
+        # perf gives up a program whose debug information is large, on a machine that has much to do.
+        return [*command, f"CFLAGS={' '.join(host.chain_cflags) if host else ''}", "LDFLAGS=-Wl,--strip-debug"]
+    # Of the foreign root only the C library is used, and no module that wants another, or is large and not asked for.
     missing = [f"py_cv_module_{name}=n/a" for name in
-               ("_bz2", "_ctypes", "_curses", "_curses_panel", "_dbm", "_gdbm", "_hashlib", "_lzma", "_sqlite3", "_ssl",
-                "_tkinter", "_uuid", "readline", "zlib")]
+               ("_bz2", "_codecs_cn", "_codecs_hk", "_codecs_iso2022", "_codecs_jp", "_codecs_kr", "_codecs_tw", "_ctypes",
+                "_curses", "_curses_panel", "_dbm", "_decimal", "_elementtree", "_gdbm", "_hashlib", "_lzma",
+                "_multibytecodec", "_sqlite3", "_ssl", "_tkinter", "_uuid", "pyexpat", "readline", "unicodedata", "zlib")]
     return [*command, f"--host={arch.triplet}", f"--build={archs.host().triplet}",
             f"--with-build-python={build('native').build / 'python'}", "--disable-test-modules",
-            f"CFLAGS={' '.join(arch.chain_cflags)}", "PKG_CONFIG_LIBDIR=/nonexistent", "CONFIG_SITE=/dev/null",
+            # Not every compiler has unwind data by default.
+            f"CFLAGS={' '.join(arch.chain_cflags)} -fasynchronous-unwind-tables", QUICK, "PKG_CONFIG_LIBDIR=/nonexistent", "CONFIG_SITE=/dev/null",
             "ac_cv_file__dev_ptmx=yes", "ac_cv_file__dev_ptc=no", "ac_cv_buggy_getaddrinfo=no",
             "LIBATOMIC=-l:libatomic.a", *missing]
 
@@ -144,7 +180,7 @@ def _link_status(it, arch):
 
 def main():
     for kind in sys.argv[1:] or ["native"]:
-        if kind not in ("plain", "native", "nogil", *archs.load()):
+        if kind not in ("plain", "native", "nogil", "bare", *archs.load()):
             sys.exit(__doc__)
         print(*build(kind).command())
 

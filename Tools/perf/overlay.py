@@ -35,6 +35,8 @@ TOOLS = [f"Tools/perf/{name}" for name in ("README.rst", "archs.py", "archs.txt"
 # CPython's own of this purpose, in one version or another; some of ours have the same names.
 REPLACED = re.compile(r"Python/(asm_trampoline\w*\.[Sh]|perf_trampoline\.c|perf_jit_trampoline\.c|jit_unwind\.c|"
                       r"trampoline_ehframe\w*\.[ch])|Tools/jit/_trampoline_ehframe\.py")
+# Where CPython's configure knows Darwin, its trampoline stays CPython's own there: these, beside ours.
+DARWIN = re.compile(r"Python/(asm_trampoline|perf_trampoline|perf_jit_trampoline|jit_unwind)(\w*\.[coS])\b")
 # How the parts of CPython that stay, and ours, call each other.
 SHARED = re.compile(r"\b(_PyPerf\w*_\w+|_Py_perf\w*|_PyIsPerf\w+|_PyJitUnwind_\w+|_Py_jit_debug\w*|_Py_trampoline\w+)\b")
 
@@ -91,7 +93,14 @@ AS_VAR_IF([perf_trampoline], [yes], [
   AC_MSG_RESULT([no])
   PERF_TRAMPOLINE_OBJ=
 ])
-AC_SUBST([PERF_TRAMPOLINE_OBJ])
+"""
+
+DARWIN_CONFIGURE = """\
+AS_CASE([$host_os], [darwin*], [
+%s  AS_VAR_IF([PERF_TRAMPOLINE_OBJ], [], [], [
+    PERF_TRAMPOLINE_OBJ=`echo "$PERF_TRAMPOLINE_OBJ" | sed s/asm_trampoline/asm_trampoline_darwin/g`" %s"])
+], [
+%s])
 """
 
 MAKE_OBJECT = """\
@@ -157,7 +166,8 @@ def body(text, name, what):
 
 # --- The places ---
 
-def configure_ac(text):
+def configure_block(text):
+    """Begin and end of the check for the trampoline."""
     begin = only(r"^AC_MSG_CHECKING\(\[(?:for )?perf trampoline\]\)\n", text, "configure.ac: the check for the perf trampoline")
     end = only(r"^AC_SUBST\(\[PERF_TRAMPOLINE_OBJ\]\)\n", text, "configure.ac: the substitution of PERF_TRAMPOLINE_OBJ")
     block = text[begin.start():end.end()]
@@ -166,17 +176,34 @@ def configure_ac(text):
     if not block or foreign or "PY_HAVE_PERF_TRAMPOLINE" not in made or block.count("\n") > 100:
         raise Refusal("configure.ac: between the check for the perf trampoline and the substitution of "
                       f"PERF_TRAMPOLINE_OBJ stands something else{': ' * bool(foreign)}{', '.join(sorted(foreign))}")
-    return text[:begin.start()] + CONFIGURE + text[end.end():]
+    return begin.start(), end.start()
 
 
-def makefile(text, headers):
+def on_darwin(path):
+    """The name under which CPython's own file stays for Darwin."""
+    return DARWIN.sub(r"Python/\1_darwin\2", path)
+
+
+def configure_ac(text, darwin):
+    begin, substitution = configure_block(text)
+    ours = CONFIGURE
+    if darwin:
+        objects = " ".join(f"{path[:-1]}o" for path in darwin if path.endswith(".c"))
+        ours = DARWIN_CONFIGURE % (text[begin:substitution], objects, CONFIGURE)
+    return text[:begin] + ours + text[substitution:]
+
+
+def makefile(text, headers, darwin=()):
     what = "Makefile.pre.in"
     objects = [f"{source[:-1]}o" for source in SOURCES]
     text = re.sub(r"^\s+Python/(?:perf_jit_trampoline|jit_unwind|trampoline_ehframe\w*)\.o \\\n", "", text, flags=re.M)
     listed = only(r"^(\s+)Python/perf_trampoline\.o \\\n", text, f"{what}: Python/perf_trampoline.o in a list")
     text = replace(text, listed, "".join(f"{listed[1]}{name} \\\n" for name in objects))
 
-    text = re.sub(r"^(?:Python/jit_unwind\.o|\S*trampoline_ehframe\S*):.*\n(?:\t.*\n)*\n?", "", text, flags=re.M)
+    # What CPython's own jit_unwind.c is made with, ours wants too.
+    text = re.sub(r"^(?:Python/jit_unwind\.o|\S*trampoline_ehframe\S*):.*\n(?:\t.*\n)*\n?",
+                  lambda rule: "" if "trampoline_ehframe" in rule[0] else rule[0] + (on_darwin(rule[0]) if darwin else ""),
+                  text, flags=re.M)
     rules = list(re.finditer(r"^Python/asm_trampoline\w*\.o:.*\n(?:\t.*\n)+\n?", text, re.M))
     if not rules:
         raise Refusal(f"{what}: no rule for Python/asm_trampoline*.o")
@@ -250,7 +277,10 @@ def project(text, what):
     return text[:item.start()] + item[0].replace("perf_trampoline.c", "perf_cpython.c") + text[item.start():]
 
 
-def analyzer(text):
+def analyzer(text, darwin):
+    if darwin:
+        text = re.sub(r"^Python/\w+\.c\t.*\n", lambda line: on_darwin(line[0]) + line[0] * (on_darwin(line[0]) != line[0]),
+                      text, flags=re.M)
     text, count = re.subn(r"^Python/(?:perf_trampoline|perf_jit_trampoline|jit_unwind)\.c\t.*\n", "\0", text, flags=re.M)
     if not count:
         raise Refusal("ignored.tsv: perf_trampoline.c is not there")
@@ -374,18 +404,24 @@ def plan(tree, configure=True):
         if tree.original(path) is not None and not REPLACED.fullmatch(path):
             raise Refusal(f"{path} is there already, and is not one of those that the overlay replaces")
         tree.planned[path] = (ROOT / path).read_bytes()
-    for folder in "Python", "Tools/jit":
-        for found in sorted((tree.at / folder).glob("*")) + [Path(path) for path in tree.kept]:
-            path = found.as_posix().removeprefix(f"{tree.at.as_posix()}/")
-            if REPLACED.fullmatch(path) and path not in files:
-                tree.planned[path] = None
+    replaced = sorted({path.relative_to(tree.at).as_posix() for folder in ("Python", "Tools/jit")
+                       for path in (tree.at / folder).glob("*")} | set(tree.kept))
+    replaced = {path: tree.original(path) for path in replaced if REPLACED.fullmatch(path) and tree.original(path) is not None}
+    text = (tree.original("configure.ac") or b"").decode()
+    darwin = []
+    if "darwin" in text[slice(*configure_block(text))].lower():
+        if extracted := [path for path in replaced if "trampoline_ehframe" in path]:
+            raise Refusal(f"Darwin's trampoline has its unwind data from {extracted[0]}, which is not known how to keep")
+        darwin = [on_darwin(path) for path in replaced if DARWIN.fullmatch(path)]
+        tree.planned |= {on_darwin(path): data for path, data in replaced.items()}
+    tree.planned |= {path: None for path in replaced if path not in tree.planned}
 
-    tree.edit("configure.ac", configure_ac)
-    tree.edit("Makefile.pre.in", makefile, headers)
+    tree.edit("configure.ac", configure_ac, darwin)
+    tree.edit("Makefile.pre.in", makefile, headers, darwin)
     tree.edit("Python/sysmodule.c", sysmodule)
     tree.edit("Python/pylifecycle.c", pylifecycle)
     tree.edit("Python/initconfig.c", initconfig)
-    tree.edit("Tools/c-analyzer/cpython/ignored.tsv", analyzer)
+    tree.edit("Tools/c-analyzer/cpython/ignored.tsv", analyzer, darwin)
     tree.edit("Tools/c-analyzer/cpython/_parser.py", analyzer_parser)
     for path in [f"PCbuild/{name}.vcxproj{suffix}" for name in ("pythoncore", "_freeze_module") for suffix in ("", ".filters")]:
         tree.edit(path, project, path)
@@ -414,6 +450,16 @@ def check_shared(tree):
                 unknown = set(SHARED.findall(data.decode(errors="replace"))) - ours
                 if unknown:
                     raise Refusal(f"{path} calls {', '.join(sorted(unknown))}, which the core does not have")
+    declared = prototypes(tree.original("Include/internal/pycore_jit_unwind.h") or b"")
+    for name, types in prototypes(tree.planned["Python/jit_unwind.c"]).items():
+        if declared.get(name, types) != types:
+            raise Refusal(f"pycore_jit_unwind.h: {name}() takes {', '.join(declared[name])}; the core's {', '.join(types)}")
+
+
+def prototypes(data):
+    """{function of jit_unwind.c: types of its parameters}"""
+    return {name: [re.sub(r"\s*\w+$", "", parameter.strip()) for parameter in parameters.split(",")]
+            for name, parameters in re.findall(r"\b(_PyJitUnwind_\w+)\(((?:[\w ]+[ *]+\w+,?\s*)+)\)\s*[;{]", data.decode())}
 
 
 def autoconf(tree):
@@ -440,6 +486,7 @@ def count(tree):
     for path, data in tree.planned.items():
         kind = ("generated" if path == "configure" or path.endswith("_generated.h") else
                 "tools" if path.startswith(("Tools/perf/", "Tools/jit/")) else
+                "Darwin's" if "_darwin" in path else
                 "elsewhere" if not REPLACED.fullmatch(path) and path not in SOURCES + HEADERS else
                 "assembly" if path.endswith(".S") or "asm_trampoline" in path else "C")
         old, new = ((text or b"").decode().splitlines() for text in (tree.original(path), data))

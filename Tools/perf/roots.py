@@ -238,6 +238,11 @@ def _launcher(at, arch, program):
     return script
 
 
+def command(at, arch, program):
+    """The command that runs `program` of root `at`, which starts itself again by its sys.executable."""
+    return _command(at, arch, program, _launcher(at, arch, program))
+
+
 def qemu(name):
     """The path of a static qemu-user for the architecture `name`."""
     programs = [f'./usr/bin/{arch.qemu_user}' for arch in archs.load().values()]
@@ -279,7 +284,7 @@ def python(version, suite=None, arch=None):
     return Python(
         root=at,
         version=tuple(map(int, release.groups())),
-        command=_command(at, arch, program, _launcher(at, arch, program)),
+        command=command(at, arch, program),
         include_flags=[f'-I{headers}', f'-I{headers}/internal', '-idirafter', f'{at}/usr/include'],
         ext_suffix=re.search(r"'EXT_SUFFIX': '(.+?)'", sysconfig.read_text())[1])
 
