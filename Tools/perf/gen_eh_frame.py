@@ -81,6 +81,7 @@ def build(arch, root=ROOT, cc=None, as_=None, ready=None):
             assemble(arch, pathlib.Path(root), cc, as_, ready)
         trampoline = eh_frame.read_object(ready)
     eh_frame.check(trampoline, arch)
+    frame_record(trampoline, arch)      # is where the table says
     return trampoline
 
 

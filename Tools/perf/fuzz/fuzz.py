@@ -287,12 +287,12 @@ def compiled(path):
     """What C makes of a header: its constants, code and CFI."""
     done = subprocess.run(["cc", "-E", "-P", "-dD", "-undef", path], capture_output=True, text=True)
     demand(done.returncode == 0, done.stderr)
-    code, frame = [bytes(int(byte, 16) for byte in re.findall(r"0x(..)\b", body))
-                   for body in re.findall(r"\{([^}]*)\}", done.stdout)]
+    code, frame, *records = [bytes(int(byte, 16) for byte in re.findall(r"0x(..)\b", body))
+                             for body in re.findall(r"\{([^}]*)\}", done.stdout)]
     constants = dict(re.findall(r"#define PERF_TRAMPOLINE_(\w+) (.*)", done.stdout))
     found = oracle.cfi(frame, {"1": "little", "2": "big"}[constants["ELF_DATA"]])
     demand([int(constants[name]) for name in ("INITIAL_LOCATION_OFFSET", "ADDRESS_RANGE_OFFSET")] == list(found[2:4]), "offsets")
-    return [constants[name] for name in gen.COMPARED], code, found.ra_column, found.changes
+    return [constants[name] for name in gen.COMPARED], code, records, found.ra_column, found.changes
 
 
 @st.composite
