@@ -177,7 +177,7 @@ False
     def test_activation_again_changes_nothing(self):
         """CPython 3.13.12 and 3.14.3 lost a watcher each time and crashed at exit."""
         self.check_each_backend('''
-import ctypes
+import json
 for _ in range(20): activate(status()['backend'])
 functions(1, 'f')[0]()
 ''')

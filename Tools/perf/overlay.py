@@ -43,6 +43,8 @@ SHARED = re.compile(r"\b(_PyPerf\w*_\w+|_Py_perf\w*|_PyIsPerf\w+|_PyJitUnwind_\w
 # Of Tools/c-analyzer: the variables whose declarations it can read, and the files in which it fails at some.
 GLOBALS = """\
 jit_unwind.c - template
+jit_unwind.c - __jit_debug_descriptor
+jit_unwind.c - _Py_jit_debug_mutex
 perf_cpython.c - _Py_perfmap_callbacks
 perf_cpython.c - _Py_perfmap_jit_callbacks
 perf_cpython.c - _Py_perf_elf_callbacks

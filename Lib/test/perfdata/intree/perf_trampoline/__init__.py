@@ -14,4 +14,4 @@ is_active = sys.is_stack_trampoline_active
 
 
 def status():
-    return _core.status() | {"unavailable": _core.unavailable()}
+    return _core.status() | {"unavailable": _core.unavailable(), "filter": _core.get_filter()}
