@@ -384,19 +384,24 @@ def _by_gdb(target, text, timeout, tries=5):
         raise AttachError(f"process {target.pid} runs Python {version}, which needs gdb to attach: install gdb")
     here = os.path.dirname(os.path.abspath(__file__))
     bias = target.bias() if target.has_loader else None
-    arguments = (target.program, bias, target.version, target.extension, text, timeout)
+    gdbs_end, our_end = os.pipe()
+    waiting = open(our_end, "wb")       # gdb sees when it is closed, or we die
+    arguments = (target.program, bias, target.version, target.extension, text, timeout, gdbs_end)
     process = subprocess.Popen(
         [gdb, "-nx", "-q", "-batch", *_GDB_SETTINGS, "-p", str(target.pid), "-x", f"{here}/inside_gdb.py",
          "-ex", f"python main(*{arguments!r})"],
         text=True, errors="replace", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True, env=os.environ | {"LC_ALL": "C.UTF-8"})
+        start_new_session=True, pass_fds=[gdbs_end], env=os.environ | {"LC_ALL": "C.UTF-8"})
+    os.close(gdbs_end)
     interrupted = None
     while True:
         try:
             out, err = process.communicate()
             break
-        except KeyboardInterrupt as error:      # gdb has a breakpoint to take out, and a time-out of its own
+        except KeyboardInterrupt as error:      # gdb has a breakpoint to take out
             interrupted = error
+            waiting.close()
+    waiting.close()
     if interrupted:
         raise interrupted
     verdict = re.findall(r"^perf_trampoline: (.*)$", out, re.MULTILINE)

@@ -11,6 +11,7 @@ good: Python code is about to run there.
 
 import os
 import re
+import select
 import threading
 
 import gdb
@@ -60,12 +61,16 @@ def breakpoint_at(address):
     return breakpoint
 
 
-def wait_for(breakpoints, seconds):
-    """Run the process until it is at one of them; False when the time is over."""
+def wait_for(breakpoints, seconds, caller):
+    """Run the process until it is at one of them; False when the time is over, or the caller has closed the pipe."""
     gdb.execute("handle SIGINT stop print pass", to_string=True)
-    timer = threading.Timer(seconds, lambda: gdb.post_event(lambda: gdb.execute("interrupt")))
-    timer.daemon = True
-    timer.start()
+    over = threading.Event()
+
+    def watch():
+        select.select([caller], [], [], seconds)
+        gdb.post_event(lambda: over.is_set() or gdb.execute("interrupt"))
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         while True:
             gdb.execute("continue", to_string=True)
@@ -81,11 +86,11 @@ def wait_for(breakpoints, seconds):
                 gdb.execute("queue-signal 0")       # gdb interrupts with the signal that the keyboard sends
                 return False
     finally:
-        timer.cancel()
+        over.set()
         gdb.execute("handle SIGINT nostop noprint pass", to_string=True)
 
 
-def run(program, bias, version, library, text, seconds):
+def run(program, bias, version, library, text, seconds, caller):
     if bias is not None:
         gdb.execute(f"add-symbol-file {program} -o {bias:#x}", to_string=True)
     # A wrong idea of where things are would be fatal to the process.
@@ -100,9 +105,9 @@ def run(program, bias, version, library, text, seconds):
         if call(add, "int (*)(void *, void *)", f"(void *){marker:#x}", "(void *)0") & 0xffffffff:
             raise Refused("its queue of pending calls is full")
         at_once = False
-        if not wait_for(places, min(seconds, PATIENCE)) and seconds > PATIENCE:
+        if not wait_for(places, min(seconds, PATIENCE), caller) and seconds > PATIENCE:
             places.append(breakpoint_at(address("_PyEval_EvalFrameDefault")))
-            wait_for(places, seconds - PATIENCE)
+            wait_for(places, seconds - PATIENCE, caller)
             at_once = places[0].hit_count == 0
         if not any(place.hit_count for place in places):
             raise Refused(f"it has not come to run Python code for {seconds:g} seconds; nothing was changed")

@@ -221,22 +221,25 @@ print(raised == caught, raised > 10, inside)
             self.attach(process.pid, '--timeout', '3', check=False)
             self.assertEqual((*process.communicate(timeout=60), process.returncode), ('["bbb"]\n', '', 0))
 
-    def test_interrupted_command_leaves_no_breakpoint(self):
-        """Ctrl-C while gdb waits for the process."""
-        process = self.start(STEPS)
-        attaching = subprocess.Popen([sys.executable, '-m', 'perf_trampoline', 'attach', str(process.pid), '--timeout', '3'],
-                                     env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        status = Path(f'/proc/{process.pid}/status')
-        while sys.version_info < (3, 14) and attaching.poll() is None:
-            text = status.read_text()
-            if 'TracerPid:\t0' not in text and 'State:\tS' in text:      # gdb has let it go on, and waits
-                break
-            time.sleep(0.01)
-        attaching.send_signal(signal.SIGINT)
-        attaching.communicate()
-        self.assertIn(attaching.returncode, (130, -signal.SIGINT))
-        for _ in range(3):
-            self.step(process, 'import sys; list(map(lambda f: f(), [old, older]))')
+    def test_interrupted_or_killed_command_leaves_no_breakpoint(self):
+        """While gdb waits for the process."""
+        for number in signal.SIGINT, signal.SIGKILL:
+            process = self.start(STEPS)
+            attaching = subprocess.Popen(
+                [sys.executable, '-m', 'perf_trampoline', 'attach', str(process.pid), '--timeout', '60'],
+                env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            status = Path(f'/proc/{process.pid}/status')
+            while sys.version_info < (3, 14) and attaching.poll() is None:
+                text = status.read_text()
+                if 'TracerPid:\t0' not in text and 'State:\tS' in text:      # gdb has let it go on, and waits
+                    break
+                time.sleep(0.01)
+            attaching.send_signal(number)
+            self.assertIn(attaching.wait(timeout=20), (130, -number))
+            while number == signal.SIGKILL and 'TracerPid:\t0' not in status.read_text():
+                time.sleep(0.01)
+            for _ in range(3):
+                self.step(process, 'import sys; list(map(lambda f: f(), [old, older]))')
 
     def test_no_directory_is_left(self):
         before = set(glob.glob('/tmp/python-attach-*'))
