@@ -1,7 +1,8 @@
 """perf, end to end, on a real kernel of every architecture in the table: each an emulated machine with Debian's programs.
 
 Tools/perf/guest/expected.txt says beforehand what each profile must show. By default a guest records with sid's perf and
-the newest Python; with PERF_TRAMPOLINE_FULL=1 there are more of both, and CPython built with the core in its own tree. PERF_TRAMPOLINE_ARCH=riscv64 boots that guest alone.
+the newest Python; with PERF_TRAMPOLINE_FULL=1 there are more of both, and CPython built with the core in its own tree.
+PERF_TRAMPOLINE_ARCH=riscv64 boots that guest alone.
 PERF_TRAMPOLINE_RESULTS names a folder for the shares, of which Tools/perf/results.py makes the matrix in Doc.
 """
 
@@ -34,7 +35,7 @@ WHOLE = 0.98
 STACKS = [('dwarf', 'perf_elf'), ('fp', 'perf_elf'), ('dwarf', 'perf_jit'), ('fp', 'perf_jit'), ('fp', 'perf')]
 PYTHONS = ['3.15', '3.14'] if FULL else ['3.15']
 PERFS = ['sid', 'trixie'] if FULL else ['sid']
-INTREE = ['riscv64', 's390x'] if FULL else []       # which CPython itself has no trampoline for
+INTREE = ['riscv64', 's390x'] if FULL else []       # for which CPython itself has no trampoline for
 FRAME_POINTERS = ['3.15', guest.INTREE]     # those built with them, where the architecture's table line has the option
 CHOSEN = os.environ.get('PERF_TRAMPOLINE_ARCH') or ' '.join(archs.load())
 
