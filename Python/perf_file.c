@@ -187,6 +187,36 @@ _PyPerfWindow_AfterFork(void)
     }
 }
 
+/* --- Signals --- */
+
+void
+_PyPerf_HoldSignals(_PyPerf_HeldSignals *out_held)
+{
+    sigset_t ours;
+    sigemptyset(&ours);
+    sigaddset(&ours, SIGXFSZ);
+    sigaddset(&ours, SIGPIPE);
+    sigpending(&out_held->pending);
+    pthread_sigmask(SIG_BLOCK, &ours, &out_held->mask);
+}
+
+void
+_PyPerf_LetSignals(const _PyPerf_HeldSignals *held)
+{
+    static const int signals[] = {SIGXFSZ, SIGPIPE};
+    const struct timespec at_once = {0};
+    int saved_errno = errno;
+    for (size_t i = 0; i < Py_ARRAY_LENGTH(signals); i++) {
+        sigset_t one;
+        sigemptyset(&one);
+        sigaddset(&one, signals[i]);
+        while (!sigismember(&held->pending, signals[i]) && sigtimedwait(&one, NULL, &at_once) < 0 && errno == EINTR) {
+        }
+    }
+    pthread_sigmask(SIG_SETMASK, &held->mask, NULL);
+    errno = saved_errno;
+}
+
 /* --- Files --- */
 
 /* Does this process have the file open, through another descriptor than `fd`? */

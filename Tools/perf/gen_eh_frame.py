@@ -81,7 +81,6 @@ def build(arch, root=ROOT, cc=None, as_=None, ready=None):
             assemble(arch, pathlib.Path(root), cc, as_, ready)
         trampoline = eh_frame.read_object(ready)
     eh_frame.check(trampoline, arch)
-    frame_record(trampoline, arch)      # is where the table says
     return trampoline
 
 
@@ -98,26 +97,37 @@ def array(name, pieces):
     return "\n".join([*lines, "};"]) + "\n"
 
 
+def frame_row(arch):
+    """The row of code that always keeps a frame record: its slots, counted from
+    the frame pointer.  None where frames have no such record."""
+    if not arch.fp or arch.chain.ra_in_next:
+        return None
+    cfa = max(arch.chain.next, arch.chain.ra) + 8
+    return eh_frame.Row(0, (arch.fp.dwarf, cfa), {arch.fp.dwarf: arch.chain.next - cfa, arch.ra_column: arch.chain.ra - cfa})
+
+
+def check_chain(trampoline, arch):
+    row = frame_row(arch)
+    if row and row.registers not in [known.registers for known in trampoline.eh_frame.rows]:
+        raise Refusal(24, f"no row has the slots of {row}, as the table's chain says")
+
+
 def frame_record(trampoline, arch):
-    """The pieces of an .eh_frame for code that always keeps a frame record, as
-    CPython's JIT makes it: at each of its instructions hold the slots of the
-    trampoline's frame during its call, counted from the frame pointer.
+    """The pieces of an .eh_frame for code as CPython's JIT makes it: frame_row()
+    holds at each of its instructions.
 
     Such code may be anywhere, so FDEs have its address and size in full; and it
     may have more between the record and the CFA, which its makers add to each
-    of the three rules.  None where frames have no such record.
+    of the three rules.
     """
-    if not arch.fp or arch.chain.ra_in_next:
+    row = frame_row(arch)
+    if not row:
         return None
     fields = trampoline.eh_frame.fields
     begin = next(i for i, (_, what) in enumerate(fields) if what.startswith("FDE: "))
-    cfa = max(arch.chain.next, arch.chain.ra) + 8
-    row = eh_frame.Row(0, (arch.fp.dwarf, cfa), {arch.fp.dwarf: arch.chain.next - cfa, arch.ra_column: arch.chain.ra - cfa})
-    if row.registers not in [known.registers for known in trampoline.eh_frame.rows]:
-        raise Refusal(24, f"no row has the slots of {row}, as the table's chain says")
     cie = [(b"\0", "FDE pointer encoding absptr") if "pointer encoding" in what else (data, what)
            for data, what in fields[:begin]]
-    rules = [(bytes([0x0c, arch.fp.dwarf, cfa]), f"DW_CFA_def_cfa {arch.fp.dwarf} {cfa}")]
+    rules = [(bytes([0x0c, *row.cfa]), "DW_CFA_def_cfa {} {}".format(*row.cfa))]
     for register in arch.fp.dwarf, arch.ra_column:
         factored = row.registers[register] // data_alignment(trampoline)
         rules.append((bytes([0x80 | register, factored]), f"DW_CFA_offset {register} {factored}"))
@@ -289,6 +299,7 @@ def update_readme(path, table, options):
 
 def one(arch, options):
     trampoline = build(arch, options.root, options.cc, options.as_, options.object)
+    check_chain(trampoline, arch)
     if options.rows:
         print(trampoline.listing(), end="")
     elif options.check:
