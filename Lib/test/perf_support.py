@@ -21,6 +21,8 @@ import roots
 FULL = os.environ.get('PERF_TRAMPOLINE_FULL') == '1'
 # An emulator shows itself here; what it takes of memory and stack says nothing of ours.
 EMULATED = 'qemu' in os.readlink('/proc/thread-self/exe')
+# An interpreter of a root of its own; what perf and gdb see of such ones is tested from outside, version by version.
+IN_ROOT = os.path.basename(os.readlink('/proc/self/exe')).startswith('ld-')
 # An emulator keeps something of each piece of code, a sanitizer each block for a while after it was freed.
 GROWS_ANYWAY = EMULATED or 'libasan' in os.environ.get('LD_PRELOAD', '')
 
@@ -83,8 +85,13 @@ def interpreter(version, arch=None):
 
 def run(arguments, python=(sys.executable,), env=None, check=True, input=None, timeout=600, **options):
     """Run an interpreter; return its subprocess.CompletedProcess, with text output and `pid`."""
+    started = time.time()
     process = subprocess.Popen([*python, *map(str, arguments)], text=True, stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, **options)
+    for path in files_of(process.pid):      # of an earlier process of this number
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_mtime < started - 1:
+                os.unlink(path)
     try:
         out, err = process.communicate(input, timeout)
     except subprocess.TimeoutExpired:

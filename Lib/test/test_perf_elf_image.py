@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import perf_support
 import perf_trampoline
 import test_perf_profiler
-from perf_support import EMULATED, FULL, GROWS_ANYWAY, SOURCE, ProgramTest
+from perf_support import EMULATED, FULL, GROWS_ANYWAY, IN_ROOT, SOURCE, ProgramTest
 
 import archs
 import perf_script
@@ -224,7 +224,7 @@ class AcceptedTest(ElfTest):
 
 class StepTest(ElfTest):
 
-    @unittest.skipIf(EMULATED, 'gdb does not step through an emulated program')
+    @unittest.skipIf(EMULATED or IN_ROOT, 'gdb sees the emulator, or the loader')
     def test_image_is_accepted_after_every_single_store(self):
         """Whoever reads it while a function is being added, or after a kill in the midst of that, has a whole file."""
         script = self.directory / 'step.py'
@@ -908,7 +908,7 @@ def leaf():
 '''
 
 
-@unittest.skipIf(EMULATED, 'perf sees the emulator')
+@unittest.skipIf(EMULATED or IN_ROOT, 'perf sees the emulator, or the loader')
 class ProfilerTest(ElfTest, test_perf_profiler.Profiles):
     """perf record, then perf script: with nothing between and no option for our sake."""
 

@@ -350,7 +350,7 @@ else:
         for options, env in (['-X', 'perf_jit'], {}), ([], {'PYTHON_PERF_JIT_SUPPORT': '1'}):
             done = ProgramTest.run_program(self, 'def f(): pass\nf()', *options, env=env)
             self.assertIn('py::f:<string>', self.names(self.read(done)[1]))
-            self.assertEqual(glob.glob(f'/tmp/*{done.pid}*.dump'), [f'/tmp/jit-{done.pid}.dump'])
+            self.assertEqual(glob.glob(f'/tmp/*-{done.pid}.dump'), [f'/tmp/jit-{done.pid}.dump'])
 
 
 class CreationTest(test_perf_map.CreationTest):
