@@ -68,7 +68,9 @@ def wait_for(breakpoints, seconds, caller):
 
     def watch():
         select.select([caller], [], [], seconds)
-        gdb.post_event(lambda: over.is_set() or gdb.execute("interrupt"))
+        while not over.is_set():        # before the process runs it is in vain
+            gdb.post_event(lambda: over.is_set() or gdb.execute("interrupt"))
+            over.wait(1)
 
     threading.Thread(target=watch, daemon=True).start()
     try:

