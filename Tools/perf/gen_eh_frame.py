@@ -137,7 +137,8 @@ def frame_record(trampoline, arch):
     order = "little" if trampoline.elf_data == 1 else "big"
     length = sum(len(data) for data, _ in fde)
     pieces = [*cie, (length.to_bytes(4, order), f"FDE: length {length}"), *fde]
-    assert eh_frame.rows(b"".join(data for data, _ in pieces), order) == [row]
+    if eh_frame.rows(b"".join(data for data, _ in pieces), order) != [row]:
+        raise Refusal(24, f"with the CIE's own rules the row is not {row}")
     return pieces
 
 
