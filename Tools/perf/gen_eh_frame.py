@@ -128,8 +128,11 @@ def frame_record(trampoline, arch):
     cie = [(b"\0", "FDE pointer encoding absptr") if "pointer encoding" in what else (data, what)
            for data, what in fields[:begin]]
     rules = [(bytes([0x0c, *row.cfa]), "DW_CFA_def_cfa {} {}".format(*row.cfa))]
+    alignment = data_alignment(trampoline)
     for register in arch.fp.dwarf, arch.ra_column:
-        factored = row.registers[register] // data_alignment(trampoline)
+        factored, rest = divmod(row.registers[register], alignment) if alignment else (0, 1)
+        if rest or not 0 <= factored < 128:
+            raise Refusal(24, f"a data alignment factor of {alignment} does not fit {row}")
         rules.append((bytes([0x80 | register, factored]), f"DW_CFA_offset {register} {factored}"))
     fde = [fields[begin + 1], *((bytes(8), what) for _, what in fields[begin + 2:begin + 4]), fields[begin + 4], *rules]
     padding = -sum(len(data) for data, _ in fde) % 4
