@@ -15,7 +15,8 @@
    An ELF image of many trampolines has one CIE and an FDE for each, and a search table of as many entries.
 
    The code of CPython's own JIT keeps a frame record at all its instructions, so a second template, which has one row,
-   describes it wherever it is; CPython's build tells how far above the record the frame ends. gdb's manual tells of registering such code in "JIT Compilation Interface".
+   describes it wherever it is; CPython's build tells how far above the record the frame ends. gdb's manual tells of
+   registering such code in "JIT Compilation Interface".
 
    DWARF 5 section 6.4 and the Linux Standard Base, "Exception Frames", describe the bytes. */
 

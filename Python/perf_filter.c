@@ -2,8 +2,8 @@
 
    A pattern with a slash is for the code's file name, any other for its module (__name__ of its globals), and names
    what lies below as well: `json` is json.decoder too, `/srv/app` every file in it. `*`, `?` and `[...]` are those of
-   fnmatch(3), without its classes, and stand for slashes and dots too. A `!` before a pattern leaves functions out. The last pattern that fits
-   decides; a function that none fits is out, or in when the first pattern leaves out. */
+   fnmatch(3), without its classes, and stand for slashes and dots too. A `!` before a pattern leaves functions out. The
+   last pattern that fits decides; a function that none fits is out, or in when the first pattern leaves out. */
 
 #include "pycore_perf_trampoline.h"
 
@@ -82,9 +82,7 @@ _PyPerfFilter_Check(const char *patterns, char *room, size_t size)
             snprintf(room, size, "pattern %zu of the filter, '%.*s', %s; patterns are modules (json.*) or paths "
                      "(/srv/app/*), separated by commas, with ! before those to leave out",
                      number, (int)Py_MIN(length, 200), patterns, wrong);
-            for (char *c = room; *c != '\0'; c++) {        /* to stay one line */
-                *c = (unsigned char)*c < ' ' || *c == 0x7f ? '?' : *c;
-            }
+            _PyPerf_MakeOneLine(room);
             return room;
         }
         patterns += length + (patterns[length] == ',');

@@ -138,6 +138,16 @@ say(const char *sentence)
     }
 }
 
+void
+_PyPerf_MakeOneLine(char *sentence)
+{
+    for (char *c = sentence; *c != '\0'; c++) {
+        if ((unsigned char)*c < ' ' || *c == 0x7f) {
+            *c = '?';
+        }
+    }
+}
+
 int
 _PyPerf_Fail(const char *format, ...)
 {
@@ -146,11 +156,7 @@ _PyPerf_Fail(const char *format, ...)
     va_start(args, format);
     vsnprintf(sentence, sizeof(sentence), format, args);
     va_end(args);
-    for (char *c = sentence; *c != '\0'; c++) {
-        if ((unsigned char)*c < ' ' || *c == 0x7f) {        /* in a path */
-            *c = '?';
-        }
-    }
+    _PyPerf_MakeOneLine(sentence);
     pthread_mutex_lock(&failure_lock);
     bool is_new = strcmp(failure, sentence) != 0;
     strcpy(failure, sentence);

@@ -160,6 +160,9 @@ extern void _PyPerfTrampoline_GetStatus(_PyPerf_Status *out_status);
    sentence. Returns -1. */
 extern int _PyPerf_Fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
+/* What a path or a pattern brought into a sentence: control characters become '?'. */
+extern void _PyPerf_MakeOneLine(char *sentence);
+
 #define _PyPerf_FORBIDDEN "the file system is mounted noexec, or executable mappings are forbidden"
 
 /* A write beyond a limit, or to nobody, brings a signal that kills unless the program ignores it. Around such a write of
