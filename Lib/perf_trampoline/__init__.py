@@ -50,8 +50,8 @@ def activate(backend="perf", *, filter=None):
 
 def deactivate():
     """Go back to the evaluator that was there before.  Calls under way return through their trampolines."""
-    if (native := _native("deactivate_stack_trampoline")) and _native("is_stack_trampoline_active")():
-        native()
+    if _native_is_active():
+        _native("deactivate_stack_trampoline")()
     _core.deactivate()
 
 
@@ -143,13 +143,17 @@ def _native(name):
     return sys._native_stack_trampoline.get(name)
 
 
+def _native_is_active():
+    is_active = _native("is_stack_trampoline_active")
+    return is_active is not None and is_active()
+
+
 def _take_over():
     """Switch the interpreter's own trampoline off.
 
     It keeps its dump open and writes what it has buffered at exit.  Ours has the same name: its file must lose it.
     """
-    is_native_active = _native("is_stack_trampoline_active")
-    if is_native_active is not None and is_native_active():
+    if _native_is_active():
         _native("deactivate_stack_trampoline")()
         try:
             os.unlink(f"/tmp/jit-{os.getpid()}.dump")

@@ -59,9 +59,9 @@ def _read(perf, *arguments):
             file.write('[addr2line]\nstyle = libdw\n')
         process = _run(perf, *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=noise,
                        env={**os.environ, 'HOME': home, 'DEBUGINFOD_URLS': ''}, config=config)
-        with process:
-            # A carriage return in a name ends no line.
-            yield from io.TextIOWrapper(process.stdout, 'utf-8', 'surrogateescape', newline='\n')
+        # A carriage return in a name ends no line.
+        with process, io.TextIOWrapper(process.stdout, 'utf-8', 'surrogateescape', newline='\n') as lines:
+            yield from lines
         if process.returncode:
             noise.seek(0)
             raise PerfError(f'perf {arguments[0]} failed: {_last_line(noise.read())}')

@@ -24,8 +24,7 @@ def wanted():
 
 def begin_map_anew():
     """The interpreter's own trampoline has begun its map behind what an earlier process of this number may have left."""
-    is_native_active = perf_trampoline._native("is_stack_trampoline_active")
-    if is_native_active is None or not is_native_active():
+    if not perf_trampoline._native_is_active():
         return
     try:
         fd = os.open(f"/tmp/perf-{os.getpid()}.map", os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
