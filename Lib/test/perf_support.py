@@ -39,8 +39,7 @@ def build_for(python):
     """
     arch = next(arch for arch in archs.load().values() if arch.triplet in python.ext_suffix)
     cross = [] if arch == archs.host() else [f'--host={arch.triplet}']
-    program = python.root / f'usr/bin/python{python.version[0]}.{python.version[1]}'
-    build = _build(f'{python.root.name}{python.ext_suffix}', program, *cross)
+    build = _build(f'{python.root.name}{python.ext_suffix}', python.program, *cross)
     return python.command, python.env | {'PYTHONUSERBASE': str(build)}
 
 

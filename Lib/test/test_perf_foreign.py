@@ -1,7 +1,8 @@
 """Debian's CPythons of every architecture in the table, with our package built for them.
 
 Foreign ones run under qemu-user. Each runs a small program with every backend, and what it wrote is judged here; the
-newest runs the tests of the backends as well, with PERF_TRAMPOLINE_FULL=1 each of them. `-k riscv64` chooses.
+newest runs the tests of the backends as well, with PERF_TRAMPOLINE_FULL=1 each of them. `-k riscv64` chooses. The debug
+build of this machine's newest runs them too.
 PERF_TRAMPOLINE_RESULTS names a folder for the outcome, of which Tools/perf/results.py makes the README's table.
 """
 
@@ -265,6 +266,22 @@ def _tests():
 for _arch in archs.load().values():
     globals()[f'InterpretersTest_{_arch.name}'] = type(f'InterpretersTest_{_arch.name}', (Interpreters, unittest.TestCase),
                                                        dict(_tests(), arch=_arch, __module__=__name__))
+
+
+@unittest.skipUnless(archs.host(), 'no trampoline for this processor')
+class DebugBuildTest(unittest.TestCase):
+    """This machine's newest CPython with the assertions that its developers build it with."""
+
+    def test_files(self):
+        python, env = perf_support.interpreter(f'{VERSIONS[0]}d')
+        self.assertEqual(perf_support.run(['-c', 'import sys; print(hasattr(sys, "gettotalrefcount"))'], python, env).stdout, 'True\n')
+        # It would show warnings for what the tests' programs leave to the collector.
+        env = env | {'PYTHONWARNINGS': 'ignore::ResourceWarning'}
+        for file in [*FILES, 'test_perf_filter', 'test_perf_code_extra'] if FULL else ['test_perf_map']:
+            with self.subTest(file):
+                done = perf_support.run(['-m', 'unittest', file], python, env, check=False, cwd=HERE)
+                self.assertEqual(done.returncode, 0, done.stderr[-20000:])
+                self.assertRegex(done.stderr, r'(?m)^Ran [1-9]')
 
 
 if __name__ == '__main__':

@@ -642,7 +642,7 @@ SIXTEEN_THREADS = '''
 import sys, threading, types
 assert not sys._is_gil_enabled()
 plain = (lambda: None).__code__
-sys.activate_stack_trampoline('perf')
+sys.activate_stack_trampoline(sys.argv[1])
 barrier = threading.Barrier(16)
 shared = [types.FunctionType(plain.replace(co_name='f', co_qualname=f'shared_{i}'), {}) for i in range(500)]
 def work(number):
@@ -719,7 +719,7 @@ class InTreeTest(unittest.TestCase):
     def test_sixteen_threads_without_the_gil(self):
         """Every function has its line in the map, and a slot of its own."""
         build = prepared('nogil')
-        process = subprocess.Popen([*build.command(), '-c', SIXTEEN_THREADS], cwd=build.build, env=build.env)
+        process = subprocess.Popen([*build.command(), '-c', SIXTEEN_THREADS, 'perf'], cwd=build.build, env=build.env)
         self.addCleanup(perf_support.remove_files, process.pid)
         self.assertEqual(process.wait(), 0)
         entries = [(name, start) for start, _, name in perf_support.map_entries(process.pid)
@@ -727,6 +727,19 @@ class InTreeTest(unittest.TestCase):
         expected = [f'shared_{i}' for i in range(500)] + [f'own_{n}_{i}' for n in range(16) for i in range(1500)]
         self.assertEqual(sorted(name for name, _ in entries), sorted(f'py::{name}:<string>' for name in expected))
         self.assertEqual(len({start for _, start in entries}), len(entries))
+
+    def test_sixteen_threads_under_thread_sanitizer(self):
+        """The whole interpreter is built with it; what CPython knows of its own is suppressed, nothing of ours."""
+        build = prepared('tsan')
+        known = build.source / 'Tools/tsan/suppressions_free_threading.txt'
+        self.assertNotRegex(known.read_text(), '(?m)^[^#]*(?i:perf|trampoline)')
+        for backend in 'perf', 'perf_jit', 'perf_elf':
+            with self.subTest(backend):
+                process = subprocess.Popen([*build.command(), '-c', SIXTEEN_THREADS, backend], cwd=build.build, text=True,
+                                           env=build.env | {'TSAN_OPTIONS': f'suppressions={known}'},
+                                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                self.addCleanup(perf_support.remove_files, process.pid)
+                self.assertEqual((process.communicate()[0], process.returncode), ('', 0))
 
     def test_other_architectures_under_an_emulator(self):
         for name in 's390x', 'riscv64':

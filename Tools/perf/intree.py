@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """CPython's own source tree with the core in it, built once into the cache.
 
-    intree.py [plain | native | nogil | bare | ARCH]...     build, and print the interpreter's path
+    intree.py [plain | native | nogil | tsan | bare | ARCH]...     build, and print the interpreter's path
 
-plain is without the overlay, to compare with; bare is made with no other Python on PATH; ARCH is a cross build that
-runs under qemu-user.  The source is that of
-Debian's python3.13.  Beside the interpreter is `python-status`, the same with the extension's module built in, so that
+plain is without the overlay, to compare with; tsan is nogil with ThreadSanitizer; bare is made with no other Python on
+PATH; ARCH is a cross build that runs under qemu-user.  The source is that of Debian's python3.13.  Beside the interpreter is `python-status`, the same with the extension's module built in, so that
 tests can ask for perf_trampoline.status().
 """
 import fcntl
@@ -25,6 +24,7 @@ import roots
 
 SUITE, VERSION = "trixie", "3.13"
 QUICK = "OPT=-DNDEBUG -fwrapv -O1"      # and without what debuggers want: built in half the time
+OPTIONS = {"nogil": ["--disable-gil", QUICK], "tsan": ["--disable-gil", "--with-thread-sanitizer", QUICK]}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def build(kind="native"):
     env |= {"CCACHE_NOHASHDIR": "1", "CCACHE_DIR": str(roots.cache() / "ccache"), "LC_ALL": "C.UTF-8"}
     if kind == "bare":
         env["PATH"] = str(_without_python(home / "bin"))
-    elif kind in ("plain", "nogil"):
+    elif kind in ("plain", *OPTIONS):
         env["CONFIG_SITE"] = str(_known(roots.cache() / f"intree/{checkout}/native/build/config.log", home / "site"))
     result = Build(home / "source", home / "build", env, arch, arch and roots.python(VERSION, arch=arch.name).root)
     with open(home / "lock", "w") as lock:
@@ -124,8 +124,7 @@ def _compiler(arch):
 
 def _configure(kind, arch, env):
     command = ["../source/configure", "-q", "--without-ensurepip", f"CC={' '.join(_compiler(arch))}"]
-    if kind == "nogil":
-        command += ["--disable-gil", QUICK]
+    command += OPTIONS.get(kind, [])
     if not arch:
         host = archs.host()
         # perf gives up a program whose debug information is large, on a machine that has much to do.
@@ -174,13 +173,14 @@ def _link_status(it, arch):
                     ["cp", next(it.build.glob("libpython*.a")), "status.a"],
                     [ar, "d", "status.a", "config.o"],
                     [compiler[-1], "-Wl,-export-dynamic", "-o", program.name, "Programs/python.o", "status-config.o",
-                     "status-module.o", "status-existing.o", "-Wl,--whole-archive", "status.a", "-Wl,--no-whole-archive", *libraries, "-lm"]):
+                     "status-module.o", "status-existing.o", "-Wl,--whole-archive", "status.a", "-Wl,--no-whole-archive", *libraries, "-lm",
+                     *variables["CONFIGURE_LDFLAGS"].split()]):
         _run(command, it.build, it.env)
 
 
 def main():
     for kind in sys.argv[1:] or ["native"]:
-        if kind not in ("plain", "native", "nogil", "bare", *archs.load()):
+        if kind not in ("plain", "native", "bare", *OPTIONS, *archs.load()):
             sys.exit(__doc__)
         print(*build(kind).command())
 

@@ -253,6 +253,7 @@ def qemu(name):
 class Python:
     """An interpreter in a root, native or foreign."""
     root: Path
+    program: Path
     version: tuple          # (3, 15, 2)
     command: list           # runs it; arguments are to follow
     include_flags: list     # for a compiler: public and internal headers; its own C library comes first
@@ -265,24 +266,30 @@ class Python:
 
 
 def python(version, suite=None, arch=None):
-    """Return the Python `version` ('3.15') for `arch` (this machine's), of `suite` (the one known to have it).
+    """Return the Python `version` ('3.15'; '3.15d' is its debug build) for `arch` (this machine's), of `suite` (the one known
+    to have it).
 
     Its sys.executable is a script that starts it again, so subprocess, multiprocessing and venv work.
     """
-    suite = suite or next((suite for suite, versions in PYTHONS.items() if version in versions), None)
+    plain = version.removesuffix('d')
+    suite = suite or next((suite for suite, versions in PYTHONS.items() if plain in versions), None)
     if not suite:
-        raise Unavailable(f'no suite is known to have Python {version}')
+        raise Unavailable(f'no suite is known to have Python {plain}')
     arch = _arch(arch)
     versions = PYTHONS.get(suite, ())
     if version not in versions:
-        versions = [version]
-    at = root(suite, arch.debian, [name for v in versions for name in (f'python{v}', f'libpython{v}-dev')], 'python')
+        versions = [plain]
+    packages = [name for v in versions for name in (f'python{v}', f'libpython{v}-dev')]
+    if version != plain:
+        packages += [f'python{plain}-dbg', f'libpython{plain}-dbg']
+    at = root(suite, arch.debian, packages, 'python')
     program = at / f'usr/bin/python{version}'
     headers = at / f'usr/include/python{version}'
-    sysconfig = next(at.glob(f'usr/lib/python{version}/_sysconfigdata_*.py'))
+    sysconfig = next(at.glob(f'usr/lib/python{plain}/_sysconfigdata_{version[len(plain):]}_*.py'))
     release = re.search(r'PY_VERSION\s+"(\d+)\.(\d+)\.(\d+)', (headers / 'patchlevel.h').read_text())
     return Python(
         root=at,
+        program=program,
         version=tuple(map(int, release.groups())),
         command=command(at, arch, program),
         include_flags=[f'-I{headers}', f'-I{headers}/internal', '-idirafter', f'{at}/usr/include'],
