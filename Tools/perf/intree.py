@@ -68,6 +68,10 @@ def build(kind="native"):
            if not name.startswith(("PYTHON", "MAKE", "PERF_", "LD_")) and not name.endswith("FLAGS")}
     # Names of files are relative and the same in all builds, so ccache knows most of them from another one.
     env |= {"CCACHE_NOHASHDIR": "1", "CCACHE_DIR": str(roots.cache() / "ccache"), "LC_ALL": "C.UTF-8"}
+    if not arch:
+        # perf gives up a program whose debug information is large, on a machine that has much to do.  Debian's Makefile
+        # does not say again what configure was told.
+        env["LDFLAGS"] = "-Wl,--strip-debug" + " -fsanitize=thread" * (kind == "tsan")
     if kind == "bare":
         env["PATH"] = str(_without_python(home / "bin"))
     elif kind in ("plain", *OPTIONS):
@@ -127,8 +131,7 @@ def _configure(kind, arch, env):
     command += OPTIONS.get(kind, [])
     if not arch:
         host = archs.host()
-        # perf gives up a program whose debug information is large, on a machine that has much to do.
-        return [*command, f"CFLAGS={' '.join(host.chain_cflags) if host else ''}", "LDFLAGS=-Wl,--strip-debug"]
+        return [*command, f"CFLAGS={' '.join(host.chain_cflags) if host else ''}"]
     # Of the foreign root only the C library is used, and no module that wants another, or is large and not asked for.
     missing = [f"py_cv_module_{name}=n/a" for name in
                ("_bz2", "_codecs_cn", "_codecs_hk", "_codecs_iso2022", "_codecs_jp", "_codecs_kr", "_codecs_tw", "_ctypes",
@@ -174,7 +177,7 @@ def _link_status(it, arch):
                     [ar, "d", "status.a", "config.o"],
                     [compiler[-1], "-Wl,-export-dynamic", "-o", program.name, "Programs/python.o", "status-config.o",
                      "status-module.o", "status-existing.o", "-Wl,--whole-archive", "status.a", "-Wl,--no-whole-archive", *libraries, "-lm",
-                     *variables["CONFIGURE_LDFLAGS"].split()]):
+                     *it.env.get("LDFLAGS", "").split()]):
         _run(command, it.build, it.env)
 
 
