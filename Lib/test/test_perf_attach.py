@@ -61,8 +61,11 @@ while not state['stop'] or not state['raised'] or state['forks'] < 3:
     state['forks'] += 1
 signal.setitimer(signal.ITIMER_REAL, 0)
 for thread in threads: thread.join()
-print(sorted(sums), state['raised'] == state['caught'])
+print(sorted(sums), state['raised'] - state['caught'])
 '''
+
+# CPython loses what a handler raises before the first instruction of sys.remote_exec()'s script.
+LOST = re.compile(r'Error executing debugger script .*\n.*\n  File "<string>", line 0, in <module>\n(?:  .*\n)*Alarm\n')
 
 # It waits for each line of its input, and calls.
 STEPS = '''
@@ -138,9 +141,9 @@ class BusyTest(AttachTest):
                 self.attach(process.pid, command='detach')
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
-        self.assertEqual((process.returncode, out), (0, expected))
+        err, lost = LOST.subn('', err)
+        self.assertEqual((process.returncode, out), (0, expected.replace(' 0\n', f' {lost}\n')))
         self.assertEqual(err.replace(str(process.pid), ''), expected_err.replace(str(plain.pid), ''))
-        return process.pid
 
     def test_this_interpreter(self):
         self.check_attaching()
@@ -202,11 +205,10 @@ print(raised == caught, raised > 10, inside)
         self.assertEqual(self.check_handlers(([sys.executable], None)), ('True True set()\n', '', 0))
 
     def test_handlers_that_raise_are_heard_by_3_14(self):
-        """CPython itself loses what a handler raises before the first instruction of sys.remote_exec()'s script."""
         python = interpreter('3.14')
         for _ in range(9):
             out, err, status = self.check_handlers(python)
-            if not err.startswith('Error executing debugger script'):
+            if not LOST.match(err):
                 break
         self.assertEqual((out, err, status), ('True True set()\n', '', 0))
 
