@@ -67,8 +67,7 @@ class NthFailureTest(unittest.TestCase):
         """The completed program, and the names of what failed, none when it made fewer calls: a child counts on."""
         log = self.scratch / 'log'
         log.write_text('')
-        libraries = [*os.environ.get('LD_PRELOAD', '').split(), str(self.library)]      # a sanitizer's is to be the first
-        env = os.environ | {'LD_PRELOAD': ' '.join(libraries), 'FAIL_NTH': str(nth), 'FAIL_LOG': str(log),
+        env = os.environ | {'LD_PRELOAD': str(self.library), 'FAIL_NTH': str(nth), 'FAIL_LOG': str(log),
                             'PERF_TRAMPOLINE_DIR': str(self.scratch / 'images')}
         done = perf_support.run([self.scratch / 'program.py', backend, number], env=env, check=False)
         return done, set(log.read_text().split())
