@@ -749,7 +749,7 @@ class InTreeTest(unittest.TestCase):
                 self.assertEqual((done.returncode, done.stdout), (0, ''))
                 self.run_ours(build, *EMULATED)
 
-    def test_built_with_no_other_python(self):
+    def test_with_no_other_python_on_the_path(self):
         build = prepared('bare')
         found = subprocess.run(['sh', '-c', 'command -v python python3 python3.13'], env=build.env, capture_output=True)
         self.assertEqual(found.stdout, b'')

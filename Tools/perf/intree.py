@@ -74,7 +74,7 @@ def build(kind="native"):
         env["LDFLAGS"] = "-Wl,--strip-debug" + " -fsanitize=thread" * (kind == "tsan")
     if kind == "bare":
         env["PATH"] = str(_without_python(home / "bin"))
-    elif kind in ("plain", *OPTIONS):
+    if not arch and kind != "native":
         env["CONFIG_SITE"] = str(_known(roots.cache() / f"intree/{checkout}/native/build/config.log", home / "site"))
     result = Build(home / "source", home / "build", env, arch, arch and roots.python(VERSION, arch=arch.name).root)
     with open(home / "lock", "w") as lock:
