@@ -4,8 +4,9 @@
     intree.py [plain | native | nogil | tsan | bare | ARCH]...     build, and print the interpreter's path
 
 plain is without the overlay, to compare with; tsan is nogil with ThreadSanitizer; bare is made with no other Python on
-PATH; ARCH is a cross build that runs under qemu-user.  The source is that of Debian's python3.13.  Beside the interpreter is `python-status`, the same with the extension's module built in, so that
-tests can ask for perf_trampoline.status().
+PATH; ARCH is a cross build that runs under qemu-user.  The source is that of Debian's python3.13.  Beside the
+interpreter is `python-status`, the same with the extension's module built in, so that tests can ask for
+perf_trampoline.status().
 """
 import fcntl
 import hashlib

@@ -14,13 +14,10 @@ from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-import archs
 import perf_trampoline
 
 PATIENCE = 20       # seconds for one example, on a machine that has much else to do
 
-ARCHS = archs.load()
-BYTEORDER = {"<": "little", ">": "big"}
 TARGETS = {}
 
 

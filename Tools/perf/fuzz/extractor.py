@@ -10,13 +10,16 @@ import sys
 
 from hypothesis import strategies as st
 
-from common import ARCHS, BYTEORDER, NUMBERS, damage, damage_text, one_of, scratch, target, write
+from common import NUMBERS, damage, damage_text, one_of, scratch, target, write
 import oracle
 from oracle import demand
 
 import archs
 import eh_frame
 import gen_eh_frame as gen
+
+ARCHS = archs.load()
+BYTEORDER = {"<": "little", ">": "big"}
 
 Good = collections.namedtuple("Good", "arch data elf places frame found")
 
