@@ -1,9 +1,10 @@
 /* Files that profilers read while we write them.
 
    One system call for each Python function is what costs most in a writer that flushes, and what a buffer saves is
-   lost with the process. So room is taken in the file first, some hundred entries at a time, and filled through a shared
-   mapping: every store is in the file at once, and stays there after SIGKILL. The room is written, not only a longer
-   length: a store into a hole of a full file system would be a SIGBUS, and the kernel gets pages ready by the dozen.
+   lost with the process. So room is taken in the file first, for hundreds of entries or thousands, and filled through a
+   shared mapping: every store is in the file at once, and stays there after SIGKILL. The room is written, not only a
+   longer length: a store into a hole of a full file system would be a SIGBUS, and the kernel gets pages ready by the
+   dozen.
 
    The mapping is the process's own; a forked child does not even inherit it (MADV_DONTFORK).
 
@@ -24,11 +25,13 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
-/* The tail that stays unused in a map is at most this long. */
-#define SHARED_ROOM (16 * 1024)
-#define OWN_ROOM (64 * 1024)
+/* Room is taken for as much again as is in the file, in pieces of this size, one to sixteen of them. The tail that stays
+   unused in a map is hardly longer. */
+#define PIECE_SIZE (16 * 1024)
+#define MAX_PIECES 16
 /* Mapped beyond the end of the file, for the rooms to come: to map and unmap is dear, most of all in virtual machines. */
 #define WINDOW_SIZE (512 * 1024)
 
@@ -331,20 +334,25 @@ release_window(_PyPerf_File *file)
 static int
 take_room(_PyPerf_File *file, int fd, size_t size)
 {
-    static char filler[OWN_ROOM];       /* not on a thread's small stack */
+    static char filler[PIECE_SIZE];     /* not on a thread's small stack */
+    struct iovec pieces[MAX_PIECES];
+    int num_pieces = Py_MIN(Py_MAX((size_t)file->end, size) / PIECE_SIZE + 1, MAX_PIECES);
     size_t rest = file->window_room - file->window_used;
     off_t offset = file->end + rest;
     ssize_t room;
     char fill = file->appended_by_others ? '\n' : 0;
     if (filler[0] != fill) {
-        memset(filler, fill, OWN_ROOM);
+        memset(filler, fill, PIECE_SIZE);
+    }
+    for (int i = 0; i < num_pieces; i++) {
+        pieces[i] = (struct iovec){filler, PIECE_SIZE};
     }
     if (file->appended_by_others) {
-        room = write(fd, filler, SHARED_ROOM);
+        room = writev(fd, pieces, num_pieces);
         offset = lseek(fd, 0, SEEK_CUR) - room;
     }
     else {
-        room = pwrite(fd, filler, OWN_ROOM, offset);
+        room = pwritev(fd, pieces, num_pieces, offset);
     }
     if (room < (ssize_t)size) {
         errno = room < 0 ? errno : ENOSPC;

@@ -83,6 +83,8 @@ FAILING(int, mprotect, (void *at, size_t size, int prot), (at, size, prot), -1, 
 FAILING(int, madvise, (void *at, size_t size, int advice), (at, size, advice), -1, EINVAL)
 FAILING(ssize_t, write, (int fd, const void *from, size_t size), (fd, from, size), -1, ENOSPC)
 FAILING(ssize_t, pwrite64, (int fd, const void *from, size_t size, off_t at), (fd, from, size, at), -1, EDQUOT)
+FAILING(ssize_t, writev, (int fd, const void *pieces, int count), (fd, pieces, count), -1, ENOSPC)
+FAILING(ssize_t, pwritev64, (int fd, const void *pieces, int count, off_t at), (fd, pieces, count, at), -1, EDQUOT)
 FAILING(int, posix_fallocate64, (int fd, off_t at, off_t size), (fd, at, size), ENOSPC, ENOSPC)
 FAILING(int, ftruncate64, (int fd, off_t size), (fd, size), -1, EPERM)
 FAILING(off_t, lseek64, (int fd, off_t offset, int whence), (fd, offset, whence), -1, EINVAL)
