@@ -62,7 +62,6 @@ struct backend_state {
     struct arena **arenas;          /* by address */
     size_t num_arenas;
     struct arena *current;          /* has unused slots; NULL: memory must be reserved first */
-    struct slot *dead[16384];       /* by key */
     bool open;
     bool failed;
 };
@@ -73,6 +72,8 @@ static struct backend_state backends[] = {
     {.ops = &_PyPerf_elf_backend, .extra_index = -1},
 };
 #define NUM_BACKENDS (sizeof(backends) / sizeof(backends[0]))
+
+static struct slot *dead_slots[16384];      /* by key */
 
 /* Never freed: an evaluator may be under way in one when its interpreter ends. */
 struct interp {
@@ -462,16 +463,16 @@ add_arena(struct backend_state *backend, const _PyPerf_CodeMemory *memory)
 /* --- Slots --- */
 
 static struct slot **
-find_bucket(struct backend_state *backend, uint64_t key)
+find_bucket(uint64_t key)
 {
-    return &backend->dead[key % Py_ARRAY_LENGTH(backend->dead)];
+    return &dead_slots[key % Py_ARRAY_LENGTH(dead_slots)];
 }
 
 /* Take a dead slot of `key`, this very `slot` unless that is 0. */
 static uintptr_t
-take_dead_slot(struct backend_state *backend, uint64_t key, uintptr_t slot)
+take_dead_slot(uint64_t key, uintptr_t slot)
 {
-    for (struct slot **link = find_bucket(backend, key), *dead; (dead = *link) != NULL; link = &dead->next) {
+    for (struct slot **link = find_bucket(key), *dead; (dead = *link) != NULL; link = &dead->next) {
         if (dead->key == key && (slot == 0 || dead->address == slot)) {
             *link = dead->next;
             return dead->address;
@@ -512,7 +513,7 @@ forget_dead_arena(struct backend_state *backend, size_t at)
         }
     }
     for (size_t i = 0; i < arena->num_used; i++) {
-        take_dead_slot(backend, arena->slots[i].key, arena->slots[i].address);
+        take_dead_slot(arena->slots[i].key, arena->slots[i].address);
     }
     backend->ops->retire((void *)arena->memory.base, _PyPerf_ALIGN(arena->num_used * slot_size, sysconf(_SC_PAGESIZE)));
     backend->num_arenas--;
@@ -528,7 +529,7 @@ slot_died(struct backend_state *backend, uintptr_t slot)
     struct arena *arena = backend->arenas[at];
     if (!arena->inherited) {
         struct slot *dead = &arena->slots[(slot - arena->memory.base) / arena->memory.slot_size];
-        struct slot **bucket = find_bucket(backend, dead->key);
+        struct slot **bucket = find_bucket(dead->key);
         dead->next = *bucket;
         *bucket = dead;
     }
@@ -580,8 +581,8 @@ take_slot(struct backend_state *backend, PyCodeObject *code)
     if (backend->failed || (!backend->open && open_backend(backend) < 0)) {
         return 0;
     }
-    uint64_t key = backend->ops->relets ? 0 : function_key(code);
-    uintptr_t slot = take_dead_slot(backend, key, 0);
+    uint64_t key = (uintptr_t)backend ^ (backend->ops->relets ? 0 : function_key(code));
+    uintptr_t slot = take_dead_slot(key, 0);
     if (slot != 0) {
         struct arena *arena = backend->arenas[find_arena(backend, slot) - 1];
         if (backend->ops->relets && publish(backend, arena, slot, code) != 0) {
@@ -936,13 +937,13 @@ after_fork_in_child(void)
     num_functions = 0;
     process_id = 0;
     this_thread.thread_id = 0;
+    memset(dead_slots, 0, sizeof(dead_slots));
     _PyPerfWindow_AfterFork();
     for (struct backend_state *backend = backends; backend < backends + NUM_BACKENDS; backend++) {
         for (size_t i = 0; i < backend->num_arenas; i++) {
             backend->arenas[i]->inherited = true;
         }
         backend->current = NULL;
-        memset(backend->dead, 0, sizeof(backend->dead));
         if (backend->open) {
             backend->ops->after_fork();
             backend->open = false;
