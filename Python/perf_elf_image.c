@@ -437,18 +437,22 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     const char *reason;
     const size_t slot_size = _PyPerf_ALIGN(_PyPerf_GetTemplate(&reason)->code_size, 16);
     void *handle = NULL;
-    struct image *image = calloc(1, sizeof(*image) + PATH_MAX);
-    if (image == NULL) {
-        *out_reason = strerror(errno);
-        return -1;
-    }
-    char *path = image->path = (char *)(image + 1);
-    int fd = create_file(directory, path);
+    char new_path[PATH_MAX];
+    const char *present_path = new_path;
+    int fd = create_file(directory, new_path);
     if (fd < 0) {
         *out_reason = errno == EPERM ? "it is not a directory of this user alone" : strerror(errno);
-        free(image);
         return -1;
     }
+    struct image *image = calloc(1, sizeof(*image) + strlen(new_path) + 1);
+    if (image == NULL) {
+        *out_reason = strerror(errno);
+        unlink(new_path);
+        close(fd);
+        return -1;
+    }
+    char *path = image->path = strcpy((char *)(image + 1), new_path);
+    strcpy(strrchr(path, '.'), ".so");
     const Elf64_Shdr *section = image->section;
     const size_t size = lay_out(image, num_slots, slot_size);
     const size_t code_end = section[HASH].sh_offset;
@@ -473,14 +477,11 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     }
     compose(image, num_slots, slot_size);
 
-    char new_path[PATH_MAX];
-    memcpy(new_path, path, PATH_MAX);
-    strcpy(strrchr(path, '.'), ".so");
     if (rename(new_path, path) < 0) {
         *out_reason = strerror(errno);
-        strcpy(path, new_path);
         goto error;
     }
+    present_path = path;
     handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     struct link_map *map;
     if (handle == NULL || dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0) {
@@ -490,7 +491,7 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
     }
     close(fd);
     /* The loader's look at a page has brought sixteen. */
-    madvise((void *)(map->l_addr + code_end), section[DYNAMIC].sh_offset - code_end, MADV_DONTNEED);
+    madvise((void *)map->l_addr, section[DYNAMIC].sh_offset, MADV_DONTNEED);
     const uintptr_t base = map->l_addr + section[TEXT].sh_offset;
     _PyPerfWindow_Guard((void *)base, code_end - section[TEXT].sh_offset, slot_size);
     *out_memory = (_PyPerf_CodeMemory){
@@ -503,7 +504,7 @@ make_image(const char *directory, size_t num_slots, _PyPerf_CodeMemory *out_memo
 
 error:
     release_window(image);
-    unlink(path);
+    unlink(present_path);
     close(fd);
     free(image);
     return -1;

@@ -247,18 +247,43 @@ is_same_file(const _PyPerf_File *file, const struct stat *st)
     return S_ISREG(st->st_mode) && st->st_dev == file->dev && st->st_ino == file->ino;
 }
 
-/* Descriptors are the program's: it may close them all and open its own under the same numbers. So none is kept. */
-int
-_PyPerfFile_Descriptor(const _PyPerf_File *file)
+static int
+open_same_file(const _PyPerf_File *file, const char *path)
 {
     struct stat st;
-    int fd = open(file->path, O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | (file->appended_by_others ? O_APPEND : 0));
+    int fd = open(path, O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | (file->appended_by_others ? O_APPEND : 0));
     if (fd >= 0 && (fstat(fd, &st) < 0 || !is_same_file(file, &st))) {
         close(fd);
         errno = ESTALE;
         fd = -1;
     }
     return fd;
+}
+
+/* Descriptors are the program's: it may close them all and open its own under the same numbers. So none is kept. */
+int
+_PyPerfFile_Descriptor(const _PyPerf_File *file)
+{
+    return open_same_file(file, file->path);
+}
+
+/* perf records mappings of data too where it copies stacks, and perf inject reads a jitdump from its beginning for each
+   mapping of that name: a window has another. Without hard links it has that. */
+static char *
+map_window(const _PyPerf_File *file, int fd, off_t offset)
+{
+    char path[sizeof(file->path) + sizeof(".window")];
+    snprintf(path, sizeof(path), "%s.window", file->path);
+    bool linked = !file->appended_by_others && link(file->path, path) == 0;
+    int other_fd = linked ? open_same_file(file, path) : -1;
+    if (linked) {
+        unlink(path);
+    }
+    char *window = _PyPerfWindow_Map(other_fd >= 0 ? other_fd : fd, offset, WINDOW_SIZE);
+    if (other_fd >= 0) {
+        close(other_fd);
+    }
+    return window;
 }
 
 int
@@ -365,7 +390,7 @@ take_room(_PyPerf_File *file, int fd, size_t size)
     }
     if (file->window == NULL || file->window_room + room > WINDOW_SIZE) {
         size_t lead = file->end % sysconf(_SC_PAGESIZE);
-        char *window = _PyPerfWindow_Map(fd, file->end - (off_t)lead, WINDOW_SIZE);
+        char *window = map_window(file, fd, file->end - (off_t)lead);
         if (window == NULL) {
             return -1;
         }

@@ -19,7 +19,7 @@ def _number(pattern):
 
 _IN_TMP = {
     "map": (_number(r"perf-PID\.map"), b""),
-    "dump": (_number(r"jit-PID\.dump"), (0x4A695444).to_bytes(4, sys.byteorder)),
+    "dump": (_number(r"jit-PID\.dump(?:\.window)?"), (0x4A695444).to_bytes(4, sys.byteorder)),
     "injected": (_number(r"jitted-PID-\d+\.so"), b"\x7fELF"),
 }
 _MARK = b"py::"

@@ -116,7 +116,7 @@ def map_entries(pid):
 
 
 def files_of(pid):
-    return [f'/tmp/perf-{pid}.map', f'/tmp/jit-{pid}.dump', *glob.glob(f'/tmp/jitted-{pid}-*.so')]
+    return [f'/tmp/perf-{pid}.map', *glob.glob(f'/tmp/jit-{pid}.dump*'), *glob.glob(f'/tmp/jitted-{pid}-*.so')]
 
 
 def remove_files(*pids):

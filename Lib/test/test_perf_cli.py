@@ -912,6 +912,7 @@ class CleanTest(Scratch):
         dump = (0x4A695444).to_bytes(4, sys.byteorder)
         for name, contents in {
                 f'perf-{pid}.map': b'7f00 20 py::f:/x.py\n', f'jit-{pid}.dump': dump + b'py::f:/x.py',
+                f'jit-{pid}.dump.window': dump + b'py::f:/x.py',        # of a process that was killed while it made it
                 f'jitted-{pid}-1.so': b'\x7fELF..py::f:/x.py', f'images/{pid}-1-18ec.so': b'\x7fELF',
                 f'images/{pid}-2-18ec.new': b''}.items():
             (self.scratch / name).write_bytes(contents)
@@ -920,7 +921,8 @@ class CleanTest(Scratch):
         self.fill(self.pid)
         self.fill(os.getpid())
         self.assertEqual({name: file['kind'] for name, file in self.left().items()}, {
-            f'perf-{self.pid}.map': 'map', f'jit-{self.pid}.dump': 'dump', f'jitted-{self.pid}-1.so': 'injected',
+            f'perf-{self.pid}.map': 'map', f'jit-{self.pid}.dump': 'dump',
+            f'jit-{self.pid}.dump.window': 'dump', f'jitted-{self.pid}-1.so': 'injected',
             f'{self.pid}-1-18ec.so': 'image', f'{self.pid}-2-18ec.new': 'image'})
 
     def test_what_is_not_ours_stays(self):
@@ -941,7 +943,7 @@ class CleanTest(Scratch):
     def test_owner(self):
         self.fill(self.pid)
         self.assertEqual(self.left(uid=os.geteuid() + 1), {})
-        self.assertEqual(len(self.left(uid=None)), 5)
+        self.assertEqual(len(self.left(uid=None)), 6)
 
     def test_age(self):
         self.fill(self.pid)

@@ -43,9 +43,9 @@ print(total, os.getpid(), pid)
 sys.exit(3)
 '''
 # These may fail without loss, and do so in silence: a directory is there already, a page comes by a fault, a number in a
-# file name is 0, an old file or a tail of zeros stays.
-SILENT = {'clock_gettime', 'ftruncate64', 'madvise', 'mkdir', 'mremap', 'opendir', 'pthread_getattr_np', 'sigaction',
-          'unlink'}
+# file name is 0, a mapping has the file's own name, an old file or a tail of zeros stays.
+SILENT = {'clock_gettime', 'ftruncate64', 'link', 'madvise', 'mkdir', 'mremap', 'opendir', 'pthread_getattr_np',
+          'sigaction', 'unlink'}
 
 
 @unittest.skipIf(EMULATED, 'an emulator does not take LD_PRELOAD for the program alone')
@@ -98,8 +98,8 @@ class NthFailureTest(unittest.TestCase):
             if not names:
                 break
             failed.update(names)
-        # Each process opens its file to cut it to its length, at exit.
-        self.assertLessEqual(len(unsaid), 4, unsaid)
+        # Each process opens its file to cut it to its length, at exit, and a jitdump by another name, to map it.
+        self.assertLessEqual(len(unsaid), 8, unsaid)
         self.assertLessEqual(set().union(*unsaid), silent | {'open64', 'fstat64'})
         self.assertGreater(len(failed), 5)
         if os.environ.get('PERF_VERBOSE'):
