@@ -91,6 +91,10 @@ class Template:
         return eh_frame.Trampoline(0, 0, 0, 0, code[:len(self.code)], frame).listing()
 
 
+def run_file(python, env, file):
+    return perf_support.run(['-m', 'unittest', file], python, env, check=False, timeout=7200, cwd=HERE)
+
+
 class Interpreters:
     """One architecture's; below a class is made for each, so that each can be chosen and skipped."""
 
@@ -128,7 +132,7 @@ class Interpreters:
         python, env = cls.interpreters[version].result()
         # What is counted in hundreds of thousands is for hardware.
         env = env | {'PERF_TRAMPOLINE_FULL': str(int(FULL and cls.native))}
-        return perf_support.run(['-m', 'unittest', file], python, env, check=False, timeout=7200, cwd=HERE)
+        return run_file(python, env, file)
 
     @classmethod
     def run_program(cls, version, backend):
@@ -279,7 +283,7 @@ class DebugBuildTest(unittest.TestCase):
         env = env | {'PYTHONWARNINGS': 'ignore::ResourceWarning'}
         for file in [*FILES, 'test_perf_filter', 'test_perf_code_extra'] if FULL else ['test_perf_map']:
             with self.subTest(file):
-                done = perf_support.run(['-m', 'unittest', file], python, env, check=False, cwd=HERE)
+                done = run_file(python, env, file)
                 self.assertEqual(done.returncode, 0, done.stderr[-20000:])
                 self.assertRegex(done.stderr, r'(?m)^Ran [1-9]')
 
