@@ -890,9 +890,11 @@ class CheckerTest(ElfTest):
     def test_valgrind(self):
         program = self.directory / 'program.py'
         program.write_text(PRELUDE + ACTIVATE + self.SOURCE)
-        # It wants the debugging symbols of the interpreter's C library, and a root of packages has none.
-        memcheck = FULL and 'Fatal error at startup' not in self.tool('valgrind', sys.executable, '-c', '', check=False).stderr
-        done = self.tool('env', f'PERF_TRAMPOLINE_DIR={self.directory}', 'PYTHONMALLOC=malloc', 'valgrind',
+        # An interpreter may be started by a script.
+        command = 'valgrind', '--trace-children=yes'
+        # It may want debugging symbols of the interpreter's C library, which is not this machine's.
+        memcheck = FULL and 'Fatal error at startup' not in self.tool(*command, sys.executable, '-c', '', check=False).stderr
+        done = self.tool('env', f'PERF_TRAMPOLINE_DIR={self.directory}', 'PYTHONMALLOC=malloc', *command,
                          *([] if memcheck else ['--tool=none']), sys.executable, program)
         self.assertEqual(done.stdout, 'fine\n')
         self.assertRegex(done.stderr, 'ERROR SUMMARY: 0 errors' if memcheck else r'==\d+== \n\Z')
