@@ -3,6 +3,7 @@
 Times are of the processor, not of the clock: the machine may have other work.
 """
 
+import functools
 import gc
 import itertools
 import json
@@ -82,13 +83,17 @@ NOUNS = 'Request', 'ConnectionPool', 'BaseSerializer', 'Field', 'QuerySet', 'Tem
 PACKAGES = 'requests', 'sqlalchemy/orm', 'django/db/models', 'numpy/core', 'urllib3/util'
 
 
+@functools.lru_cache(1)
+def file_name(number):
+    return f'/usr/lib/python3/dist-packages/{PACKAGES[number % 5]}/module_{number}.py'
+
+
 def function(number):
     """A function like those of real programs: about 75 characters of name and file, some 40 functions to a file."""
     name = f'{VERBS[number % 8]}_{number}'
-    file = number // 40
     return types.FunctionType(callback.__code__.replace(
         co_name=name, co_qualname=f'{NOUNS[number // 8 % 7]}.{name}', co_firstlineno=number % 40 * 15 + 1,
-        co_filename=f'/usr/lib/python3/dist-packages/{PACKAGES[file % 5]}/module_{file}.py'), {})
+        co_filename=file_name(number // 40)), {})
 
 
 def call_all(functions):
