@@ -18,6 +18,7 @@
 #define PY_HAVE_PERF_TRAMPOLINE
 #define Py_ARRAY_LENGTH(array) (sizeof(array) / sizeof((array)[0]))
 #define Py_MIN(x, y) ((x) < (y) ? (x) : (y))
+#define Py_MAX(x, y) ((x) > (y) ? (x) : (y))
 typedef ssize_t Py_ssize_t;
 typedef struct PyObject PyObject;
 typedef struct PyInterpreterState PyInterpreterState;
