@@ -31,7 +31,7 @@ printf '#!/bin/sh\\nexec %s/build/bin/python "$@"\\n' "$PWD" >bin/python3
 printf '#!/bin/sh\\nexec %s/build/bin/python -m perf_trampoline "$@"\\n' "$PWD" >bin/perf-trampoline
 chmod +x bin/*
 {base} -m venv --without-pip venv
-python3 prog.py 60 & PID=$!
+python3 prog.py 600 & PID=$!
 trap 'kill $PID' EXIT
 sleep 1
 '''
