@@ -5,6 +5,7 @@ import fcntl
 import glob
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -25,6 +26,10 @@ EMULATED = 'qemu' in os.readlink('/proc/thread-self/exe')
 IN_ROOT = os.path.basename(os.readlink('/proc/self/exe')).startswith('ld-')
 # An emulator keeps something of each piece of code, a sanitizer each block for a while after it was freed.
 GROWS_ANYWAY = EMULATED or 'libasan' in os.environ.get('LD_PRELOAD', '')
+
+# A shell's command in the background ignores it, and so would all that it starts: CPython's own tests, and ours.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def times(daily, full=None):

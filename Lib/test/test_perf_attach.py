@@ -229,9 +229,7 @@ print(raised == caught, raised > 10, inside)
             process = self.start(STEPS)
             attaching = subprocess.Popen(
                 [sys.executable, '-m', 'perf_trampoline', 'attach', str(process.pid), '--timeout', '60'],
-                env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                # A shell's command in the background ignores it, and all that it starts.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+                env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             status = Path(f'/proc/{process.pid}/status')
             while sys.version_info < (3, 14) and attaching.poll() is None:
                 text = status.read_text()
