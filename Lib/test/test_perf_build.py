@@ -182,6 +182,21 @@ class OtherWaysTest(BuildTestCase):
         run("make", "-f", "Makefile.pre.in", "srcdir=.", "regen-configure", cwd=self.source)
         self.assertEqual((self.source / "configure").read_text(), before, "mend it with: make regen-configure")
 
+    def test_make_install_into_a_virtual_environment(self):
+        """Its own directories, and a command that its own interpreter runs."""
+        if not find_spec("venv"):
+            self.skipTest("no venv")
+        environment = self.scratch / "venv"
+        run(PYTHON, "-m", "venv", "--without-pip", environment, cwd=self.scratch)
+        before = files(environment)
+        self.configure(python=environment / "bin/python")
+        self.make()
+        self.make("install")
+        self.assertIn("active        False", run(environment / "bin/perf-trampoline", "status", cwd=self.scratch))
+        self.assertTrue((environment / "share/man/man1/perf-trampoline.1").exists())
+        self.make("uninstall")
+        self.assertEqual(files(environment), before)
+
     def test_pip_uninstall_removes_all_that_install_put(self):
         for module in "setuptools", "wheel", "venv", "ensurepip":
             if not find_spec(module):
