@@ -28,8 +28,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* Room is taken for as much again as is in the file, in pieces of this size, one to sixteen of them. The tail that stays
-   unused in a map is hardly longer. */
+/* Room is taken for as much again as is in the file, and some pieces of this size more: the first must do for a worker
+   that becomes another user at once. The tail that stays unused in a map is hardly longer than the map. */
 #define PIECE_SIZE (16 * 1024)
 #define MAX_PIECES 16
 /* Mapped beyond the end of the file, for the rooms to come: to map and unmap is dear, most of all in virtual machines. */
@@ -361,7 +361,8 @@ take_room(_PyPerf_File *file, int fd, size_t size)
 {
     static char filler[PIECE_SIZE];     /* not on a thread's small stack */
     struct iovec pieces[MAX_PIECES];
-    int num_pieces = Py_MIN(Py_MAX((size_t)file->end, size) / PIECE_SIZE + 1, MAX_PIECES);
+    int more = file->appended_by_others ? 1 : 4;        /* an entry of a jitdump is four times as long */
+    int num_pieces = Py_MIN(Py_MAX((size_t)file->end, size) / PIECE_SIZE + more, MAX_PIECES);
     size_t rest = file->window_room - file->window_used;
     off_t offset = file->end + rest;
     ssize_t room;
