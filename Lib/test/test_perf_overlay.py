@@ -756,7 +756,7 @@ class InTreeTest(unittest.TestCase):
         build = prepared('bare')
         found = subprocess.run(['sh', '-c', 'command -v python python3 python3.13'], env=build.env, capture_output=True)
         self.assertEqual(found.stdout, b'')
-        self.assertRegex((build.build / 'Makefile').read_text(), r'(?m)^PYTHON_FOR_REGEN=\s*python3$')
+        self.assertRegex((build.build / 'Makefile').read_text(), r'(?m)^PYTHON_FOR_REGEN\?=\s*python3$')
         program = 'import os; print(open(f"/tmp/perf-{os.getpid()}.map").read())'
         done = build.run('-X', 'perf', '-c', program, before=in_private_tmp())
         self.assertRegex(done.stdout, r'(?m)^[0-9a-f]+ [0-9a-f]+ py::<module>:<string>$')

@@ -73,6 +73,8 @@ def build(kind="native"):
         # perf gives up a program whose debug information is large, on a machine that has much to do.  Debian's Makefile
         # does not say again what configure was told.
         env["LDFLAGS"] = "-Wl,--strip-debug" + " -fsanitize=thread" * (kind == "tsan")
+    else:
+        env["LDFLAGS"] = f"-L{_archives(home / 'archives', arch)}"
     if kind == "bare":
         env["PATH"] = str(_without_python(home / "bin"))
     if not arch and kind != "native":
@@ -104,6 +106,14 @@ def _without_python(into):
         for program in Path(folder).iterdir():
             if not program.name.startswith(("python", "pypy")) and not (into / program.name).is_symlink():
                 (into / program.name).symlink_to(program)
+    return into
+
+
+def _archives(into, arch):
+    """The foreign root has no libatomic.so, which some processors want: where the archive is found first, that is taken."""
+    into.mkdir(exist_ok=True)
+    (into / "libatomic.a").unlink(missing_ok=True)
+    (into / "libatomic.a").symlink_to(_run([_compiler(arch)[-1], "-print-file-name=libatomic.a"], into, os.environ).strip())
     return into
 
 
@@ -143,7 +153,7 @@ def _configure(kind, arch, env):
             # Not every compiler has unwind data by default.
             f"CFLAGS={' '.join(arch.chain_cflags)} -fasynchronous-unwind-tables", QUICK, "PKG_CONFIG_LIBDIR=/nonexistent", "CONFIG_SITE=/dev/null",
             "ac_cv_file__dev_ptmx=yes", "ac_cv_file__dev_ptc=no", "ac_cv_buggy_getaddrinfo=no",
-            "LIBATOMIC=-l:libatomic.a", *missing]
+            *missing]
 
 
 STATUS_CONFIG = """
