@@ -86,10 +86,10 @@ def verdict(arch, mode, result):
     word, _ = guest.expected(arch, mode)
     frame_pointers = mode.python in FRAME_POINTERS and '-fno-omit-frame-pointer' in arch.chain_cflags
     addresses, below_sp = red_zone(arch.name, mode.python) if word == 'redzone' else ([0], [False])
-    with mock.patch.multiple(perf_judge, WHOLE=0.95 if word == 'stale' else WHOLE, EXCUSED=0.05):
+    with mock.patch.multiple(perf_judge, WHOLE={'stale': 0.95, 'leaf': 0.9}.get(word, WHOLE), EXCUSED=0.05):
         found = perf_judge.judge(result['report'], perf_script.parse(result['script'].splitlines(True)), least=LEAST,
                                  mode=mode.stacks, frame_pointers=frame_pointers,
-                                 innermost_may_be_missing=word == 'innermost',
+                                 innermost_may_be_missing=word in ('innermost', 'leaf'),
                                  below_sp=lambda at: below_sp[bisect.bisect(addresses, at) - 1])[0]
     if word != 'cut':
         return found, found.problems
