@@ -345,35 +345,14 @@ _PyPerf_EncodePath(PyObject *text, char *path, size_t size)
     return used;
 }
 
-static uint64_t
-mix(uint64_t key, uint64_t word)
-{
-    key = (key ^ word) * 0x9e3779b97f4a7c15u;
-    return key ^ key >> 32;
-}
-
-static uint64_t
-mix_text(uint64_t key, PyObject *text)
-{
-    const char *data = PyUnicode_DATA(text);
-    size_t size = PyUnicode_GET_LENGTH(text) * PyUnicode_KIND(text);
-    uint64_t word = 0;
-    key = mix(key, size);
-    for (; size >= sizeof(word); data += sizeof(word), size -= sizeof(word)) {
-        memcpy(&word, data, sizeof(word));
-        key = mix(key, word);
-    }
-    word = 0;
-    memcpy(&word, data, size);
-    return mix(key, word);
-}
-
-/* What a function is known by: its name, file and line. Not by their hashes, which for new strings take as long as all
-   the rest; whoever can choose names to collide runs code here already. */
+/* What a function is known by: its name, file and line. Hashes of strings are kept in them, and keyed. */
 static uint64_t
 function_key(PyCodeObject *code)
 {
-    return mix_text(mix_text(mix(0, code->co_firstlineno), code->co_qualname), code->co_filename);
+    uint64_t key = (uint64_t)PyObject_Hash(code->co_qualname) * 0x9e3779b97f4a7c15u;
+    key = (key ^ key >> 32) + (uint64_t)PyObject_Hash(code->co_filename);
+    key = key * 0xd6e8feb86659fd93u + (uint64_t)code->co_firstlineno;
+    return key ^ key >> 32;
 }
 
 /* --- Code memory --- */
