@@ -267,7 +267,7 @@ def startup(python, options):
 
     Limit: where the interpreter has the option itself its own trampoline has begun before site.py reads our line, so
     ours is what more there is: that line, and a package, a start-up module and an extension to import. A function is
-    cheaper with us, so a program that calls a thousand is even with CPython's own, and what calls more is ahead.
+    cheaper with us, so a program that calls some thousands is even with CPython's own, and what calls more is ahead.
     """
     def processor_time(column, env, program):
         process = python.start('plain' if column == 'bare' else column, ['-c', program], env=env)
