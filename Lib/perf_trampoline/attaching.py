@@ -233,24 +233,26 @@ except BaseException:
     if not hasattr(sys.modules.get(name), "status"): sys.modules.pop(name, None)
 """
 
-# sys.remote_exec() has this run in the main thread, as a signal handler is run.  The program's own handlers run in it and
-# may raise: that is theirs, and raised again when the script is over.
+# sys.remote_exec() has this run in the main thread, as a signal handler is run.  The program's own handlers run in it,
+# after any call, and may raise: that is theirs, and raised again when the script is over.
 _SCRIPT = """
-import _imp
-class spec: name, origin, loader = "perf_trampoline._perf_trampoline", {extension!r}, None
 core, text, theirs = None, {text!r}, []
 while True:
     try:
         if core is None:
+            import _imp
+            class spec: name, origin, loader = "perf_trampoline._perf_trampoline", {extension!r}, None
             core = _imp.create_dynamic(spec)
             _imp.exec_dynamic(core)
         if text:
             send, text = text, None
             core.run(send)
         break
+    except ImportError as error:
+        if error.path == {extension!r}: break
+        theirs += [error]
     except BaseException as error:
-        if getattr(error, "path", None) == spec.origin: break
-        theirs.append(error)
+        theirs += [error]
 for error in theirs: core and core.raise_later(error)
 """
 
