@@ -282,14 +282,28 @@ PyDoc_STRVAR(raise_later_doc,
 
 static PyCodeObject *caller;
 
+/* Or in something that it has been interrupted by, another handler? */
+static bool
+is_in_caller(void)
+{
+    bool found = false;
+    PyFrameObject *frame = (PyFrameObject *)Py_XNewRef(PyEval_GetFrame());
+    while (frame != NULL && !found) {
+        PyCodeObject *code = PyFrame_GetCode(frame);
+        found = code == caller;
+        Py_DECREF(code);
+        PyFrameObject *back = PyFrame_GetBack(frame);
+        Py_DECREF(frame);
+        frame = back;
+    }
+    Py_XDECREF(frame);
+    return found;
+}
+
 static int
 raise_now(void *exception)
 {
-    PyFrameObject *frame = PyEval_GetFrame();
-    PyCodeObject *code = frame == NULL ? NULL : PyFrame_GetCode(frame);
-    bool too_early = code != NULL && code == caller;
-    Py_XDECREF(code);
-    if (too_early && Py_AddPendingCall(raise_now, exception) == 0) {
+    if (is_in_caller() && Py_AddPendingCall(raise_now, exception) == 0) {
         return 0;
     }
     PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);

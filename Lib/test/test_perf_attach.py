@@ -44,7 +44,7 @@ threads = [threading.Thread(target=work) for _ in range(2)]
 for thread in threads: thread.start()
 signal.signal(signal.SIGTERM, on_stop)
 signal.signal(signal.SIGALRM, on_alarm)
-signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
 print('ready', flush=True)
 while not state['stop'] or not state['raised'] or state['forks'] < 3:
     try:
@@ -182,7 +182,7 @@ def on_alarm(_, frame):
 def on_stop(*_): global stop; stop = True
 signal.signal(signal.SIGTERM, on_stop)
 signal.signal(signal.SIGALRM, on_alarm)
-signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
 print('ready', flush=True)
 while not stop or not raised:
     try:
